@@ -5,7 +5,7 @@ edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t; velocity, x or noise
 mean_flow.py    MeanFlow: the mean velocity between two times, for few steps
 ddpm.py         DDPM: 1000 steps of sigma, noise
-grids.py        the levels of sampling
+grids.py        the noise levels at which sampling steps
 samplers.py     rules that integrate dx/dt; the noise of an image
 guidance.py     weak + w (strong - weak): the kinds of guidance
 sampling.py     from seeds and labels to images

@@ -1,8 +1,8 @@
 """The condition of each sample: a label, a context, or none.
 
-    sample i    label      i mod num_classes, or one drawn by (seed, i)
-                context    that of held-out image order[i mod n] of n; `order` is bit-reversed, so
-                           that every prefix is spread evenly
+    sample i    label      i mod num_classes, or a random one that depends on (seed, i)
+                context    the context of held-out image order[i mod n] of n; `order` is
+                           bit-reversed, so that every prefix is spread evenly
 
 Sample i has the same condition in every run on the same data, however many samples are drawn.
 Dimensions: n contexts, T embeddings, S width of one.
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conditions:
-    """A description of the rule, and a function from sample numbers to labels [B], contexts
-    [B, T, S], or None for an unconditional network."""
+    """A rule that gives samples their conditions: its description, and a function from sample
+    numbers to labels [B], contexts [B, T, S], or None for an unconditional network."""
 
     rule: str
     of: Callable[[Sequence[int]], Tensor | None]
 
 
 def conditions_of(backbone: Backbone, data: ImageData, label_seed: int | None = None) -> Conditions:
-    """Return the conditions of samples of a network that was trained on `data`."""
+    """Return the conditions for samples from a network that was trained on `data`."""
     if not backbone.context_size:
         return label_conditions(backbone, label_seed)
     kind, part = ("training", data.train) if data.held_out is None else ("held-out", data.held_out)
@@ -54,7 +54,7 @@ def conditions_of(backbone: Backbone, data: ImageData, label_seed: int | None = 
 
 
 def label_conditions(backbone: Backbone, seed: int | None = None) -> Conditions:
-    """Return sample i's label: i mod num_classes, or drawn at random by a seed; None without
+    """Return labels for samples: i mod num_classes, or random ones from `seed`; None without
     classes."""
     num_classes = backbone.num_classes
     if not num_classes or seed is None:
@@ -69,10 +69,10 @@ def label_conditions(backbone: Backbone, seed: int | None = None) -> Conditions:
 
 
 def class_number(label: int | str, names: Sequence[str]) -> int:
-    """Return the number of a class given by number, or by its name among `names`.
+    """Return the number of the class `label`, which is a number or a name in `names`.
 
     Raises:
-        ValueError: an unknown name; the nearest is suggested.
+        ValueError: the name is unknown; the error suggests the nearest.
     """
     if not isinstance(label, str):
         return label
@@ -80,17 +80,17 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
         raise ValueError(
             f"label={label!r}: the classes of this network have no names; use numbers, 0, 1, …"
         )
-    known = [nfc(name) for name in names]  # a keyboard and a file system may differ
+    known = [nfc(name) for name in names]  # typed and stored names may differ in Unicode form
     if nfc(label) not in known:
         raise unknown_name("label", label, names)
     return known.index(nfc(label))
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:
-    """Return the contexts of an .npy file [n, t, S] or [t, S], t <= T; sample i gets row i mod n.
+    """Return the contexts in an .npy file, [n, t, S] or [t, S], t <= T; sample i gets i mod n.
 
     Raises:
-        ValueError: the network takes no contexts, or these do not fit it.
+        ValueError: the network takes no contexts, or the file's do not fit it.
     """
     if not backbone.context_size:
         raise ValueError(f"contexts={file!r} is set, but {backbone.name} takes no contexts.")
@@ -106,7 +106,7 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
 
 
 def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone) -> Conditions:
-    """Return the contexts of texts; sample i gets text i mod n. Those that are cut are logged."""
+    """Return the contexts of n prompts; sample i gets prompt i mod n. Truncation is logged."""
     length = backbone.context_length
     contexts = encoder.encode(prompts, length)
     for prompt, count in zip(prompts, encoder.count_tokens(prompts), strict=True):

@@ -6,8 +6,8 @@ With clean data y, noise n ~ N(0, I), the step k = 0 … 999 and a schedule of b
     x_k    = sqrt(abar_k) y + sqrt(1 - abar_k) n                            (eq. 4)
     loss   = |F(x_k; k) - n|^2,  k uniform                                  (eq. 14)
 
-Outside of the network x is x_k / sqrt(abar_k) = y + sigma n, at the level
-sigma = sqrt(1 / abar_k - 1). There
+Outside of the network, x stands for x_k / sqrt(abar_k) = y + sigma n, at the level
+sigma = sqrt(1 / abar_k - 1). Then
 
     dx/dsigma = F(x / sqrt(1 + sigma^2); k)
 
@@ -41,11 +41,11 @@ NUM_STEPS = 1000
 @register("objective", "ddpm")
 @dataclass(frozen=True, kw_only=True)
 class DDPM(AdditiveNoise):
-    """The objective of DDPM. The network is given t = step / 1000.
+    """The DDPM objective: predict the noise. The network gets t = step / 1000.
 
     Args:
         schedule: how the noise grows over the steps.
-        first_step: number of the least noisy step, as the network counts; 1 is U-ViT's.
+        first_step: number that the network gets for the least noisy step; U-ViT has 1.
     """
 
     schedule: Literal["linear", "cosine", "scaled_linear"] = "linear"
@@ -58,11 +58,11 @@ class DDPM(AdditiveNoise):
 
     @property
     def initial_std(self) -> float:
-        """Standard deviation of what sampling starts from: x_999 / sqrt(abar_999)."""
+        """Standard deviation of x at the start of sampling, x_999 / sqrt(abar_999)."""
         return math.sqrt(1 + float(self.sigmas[-1]) ** 2)
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Return sigma [B] of uniform steps and the noise, for a batch of `shape` [B,C,H,W]."""
+        """Return sigma [B] at uniformly random steps, and noise, for a `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         step = images.randint(NUM_STEPS)
         levels = _levels(self.schedule, step.device)
@@ -80,15 +80,15 @@ class DDPM(AdditiveNoise):
         return prediction(predict(scaled, t), x_t.shape[1])
 
     def step(self, level: Tensor) -> Tensor:
-        """Return the step whose ln sigma is the nearest to that of `level` [B]: int64 [B]."""
+        """Return the step whose ln sigma is nearest to ln `level` [B]: int64 [B]."""
         return torch.bucketize(level.log(), _log_edges(self.schedule, level.device))
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
-        """Return sigma at steps from 999 to 0, evenly spaced and rounded, then 0: float64
-        [num_steps + 1]. A single step goes from step 999 to 0.
+        """Return sigma at evenly spaced, rounded steps from 999 to 0, then a final 0: float64
+        [num_steps + 1]. With num_steps=1 these are sigma at step 999, and 0.
 
         Raises:
-            ValueError: another grid, shift or rho is set, or num_steps is above 1000.
+            ValueError: another grid, a shift or rho is set, or num_steps is above 1000.
         """
         for unused in ("shift", "rho"):
             grid.choose(("uniform",), "ddpm", unused=unused)
@@ -102,13 +102,13 @@ class DDPM(AdditiveNoise):
 
 @cache
 def _levels(schedule: str, device: torch.device) -> Tensor:
-    """Return the levels float32 [1000] on `device`, copied there once."""
+    """Return the levels of all steps, float32 [1000], on `device`; cached."""
     return _sigmas(schedule).float().to(device)
 
 
 @cache
 def _log_edges(schedule: str, device: torch.device) -> Tensor:
-    """Return ln sigma half-way between the steps, float32 [999] on `device`, copied there once."""
+    """Return the midpoints of ln sigma between steps, float32 [999], on `device`; cached."""
     log_sigma = _sigmas(schedule).log().float()
     return ((log_sigma[1:] + log_sigma[:-1]) / 2).to(device)
 

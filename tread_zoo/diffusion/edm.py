@@ -10,8 +10,8 @@ With clean data y, noise n ~ N(0, I), x = y + sigma n and the raw network F:
     loss    = lambda |D(x; sigma) - y|^2,  lambda = 1 / c_out^2,  ln sigma ~ N(p_mean, p_std^2)
     dx/dsigma = (x - D(x; sigma)) / sigma                              (eq. 4, with sigma(t) = t)
 
-c_in and c_out keep the network's input and its target at unit variance for data of standard
-deviation sigma_data; lambda c_out^2 = 1 makes every level weigh the same at the start.
+c_in and c_out give the network's input and target unit variance for data of standard deviation
+sigma_data; lambda c_out^2 = 1 makes all levels weigh the same at the start of training.
 
 Dimensions: B batch, C channels, H height, W width. A level is sigma > 0.
 """
@@ -50,7 +50,7 @@ class EDM(AdditiveNoise):
         p_std: standard deviation of ln(sigma) in training.
         sigma_min: last level of sampling before 0.
         sigma_max: first level of sampling.
-        rho: how the sampling levels crowd towards sigma_min; 1 spaces them evenly.
+        rho: how strongly sampling levels concentrate near sigma_min; 1 spaces them evenly.
 
     Raises:
         ValueError: sigma_min is not below sigma_max.
@@ -90,7 +90,7 @@ class EDM(AdditiveNoise):
         return (sigma.square() + self.sigma_data**2) / (sigma * self.sigma_data).square()
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Return log-normal sigma [B] and the noise, drawn for a batch of `shape` [B,C,H,W]."""
+        """Return log-normal sigma [B] and noise for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         sigma = (self.p_mean + self.p_std * images.randn()).exp()
         return Draw(noise=images.randn(*shape[1:]), level=sigma)
@@ -113,10 +113,10 @@ class EDM(AdditiveNoise):
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return sigma_max = s_0 > ... > s_(n-1) = sigma_min > 0: float64 [num_steps + 1] (eq. 5).
 
-        A single step goes from sigma_max to 0. `grid` is `rho`, or `log`: ln sigma at even steps.
+        A single step goes from sigma_max to 0. `grid` is `rho`, or `log`: ln sigma evenly spaced.
 
         Raises:
-            ValueError: the grid is another objective's, shift is set, or rho is set for `log`.
+            ValueError: EDM has no such grid, shift is set, or rho is set with `log`.
         """
         fraction = torch.linspace(0, 1, num_steps, dtype=torch.float64)
         if grid.choose(("rho", "log"), "edm", unused="shift") == "log":

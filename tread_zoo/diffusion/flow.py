@@ -3,24 +3,24 @@
 With clean data x, noise eps ~ N(0, I) and t in [0, 1], noise at t = 1:
 
     x_t = (1 - t) x + t eps
-    v   = dx_t/dt = eps - x             its mean given x_t drives the ODE
+    v   = dx_t/dt = eps - x             its mean given x_t is the slope of the ODE
     x   = x_t - t v                     the estimate of the clean data
     eps = x_t + (1 - t) v
 
-The network predicts any of the three, and the loss is the squared error of any of the three
-(JiT, arXiv 2511.13720, Table 1). Errors are in the proportion v : x : eps = 1 : t : 1 - t, so the
-nine losses are three, each with a weight in t.
+The network predicts v, x or eps, and the loss is the squared error of v, x or eps (JiT, arXiv
+2511.13720, Table 1). The three errors are in the ratio v : x : eps = 1 : t : 1 - t, so each of the
+nine losses is the error of the prediction times a weight that depends on t.
 
-t is shifted, t' = s t / (1 + (s - 1) t), after it is drawn (SD3, section 3.1 and eq. 23):
+t has one of these distributions and is then shifted, t' = s t / (1 + (s - 1) t) (SD3, section
+3.1 and eq. 23):
 
     uniform       t ~ U(0, 1)
     logit_normal  logit(t) ~ N(logit_mean, logit_std^2)
     cosmap        t = sin a / (sin a + cos a), a ~ U(0, pi / 2)
 
-With a second level (Self-Flow, arXiv 2603.06507, the dual-timestep schedule) an image has two times
-of the same distribution, and each token takes one of them, so a token's time is distributed as
-before. The authors give the second time to a quarter of the tokens; to draw each token
-independently is our choice.
+With a second level (Self-Flow's dual-timestep schedule, arXiv 2603.06507), an image has two times
+from the same distribution, and each token takes one of them, so a token's time is distributed as
+before. The authors give the second time to a quarter of the tokens; we choose for each token alone.
 
 Dimensions: B batch, N tokens, C channels, H height, W width. A level is t.
 """
@@ -51,17 +51,17 @@ class FlowMatching(AdditiveNoise):
 
     Args:
         prediction: what the network predicts.
-        loss_space: whose squared error the loss is.
-        time_clip: least value of t and of 1 - t where the loss divides by them, and of 1 - t in
-            sampling with a noise prediction, which says nothing about the data at t = 1.
+        loss_space: the quantity whose squared error is the loss.
+        time_clip: lower bound of t and 1 - t where the loss divides by them, and of 1 - t in
+            sampling with a noise prediction, which has no information about the data at t = 1.
         time_distribution: distribution of t in training.
         logit_mean: mean of logit(t) for "logit_normal"; above 0 trains more on noisier images.
         logit_std: standard deviation of logit(t) for "logit_normal".
         shift: shift of t in training; above 1 trains more on noisier images.
-        second_level: fraction of the tokens that train at a second t of their image.
+        second_level: fraction of an image's tokens that train at a second t.
 
     Raises:
-        ValueError: logit_mean or logit_std is set and time_distribution does not use it.
+        ValueError: logit_mean or logit_std is set, but time_distribution does not use it.
     """
 
     prediction: Space = "velocity"
@@ -102,7 +102,7 @@ class FlowMatching(AdditiveNoise):
         return 1.0
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Return t [B] and the noise, drawn for a batch of `shape` [B,C,H,W]."""
+        """Return t [B] and noise for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         if self.time_distribution == "logit_normal":
             t = torch.sigmoid(self.logit_mean + self.logit_std * images.randn())
@@ -114,28 +114,28 @@ class FlowMatching(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=shift_time(t, self.shift))
 
     def draw_token_levels(self, level: Tensor, num_tokens: int, generator: Generator) -> Tensor:
-        """Return the time of each token, [B, N]: its image's `level` [B], or a second time of the
-        same image."""
+        """Return a time for each token, [B, N]: its image's `level` [B] or the image's second
+        time."""
         images = per_image_generator(generator, len(level))
         second = self.draw((len(level), 1, 1, 1), images).level
         chosen = images.rand(num_tokens) < self.second_level
         return torch.where(chosen, second[:, None], level[:, None])
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the squared error in `loss_space` of each image, averaged over C, H and W: [B]."""
+        """Return each image's squared error in `loss_space`, averaged over C, H and W: [B]."""
         output = prediction(predict(self.noised(x, draw), draw.level), x.shape[1])
         target = {"velocity": draw.noise - x, "x": x, "noise": draw.noise}[self.prediction]
         return self.weight(draw.level) * (output - target).square().mean(dim=(1, 2, 3)), {}
 
     def weight(self, t: Tensor) -> Tensor:
-        """Return the factor [B] from a squared error of `prediction` to one in `loss_space`."""
+        """Return the factor [B] that turns a squared error of `prediction` into `loss_space`'s."""
         if self.prediction == self.loss_space:
             return torch.ones_like(t)
         size = {"velocity": torch.ones_like(t), "x": t, "noise": 1 - t}
         return (size[self.loss_space] / size[self.prediction].clamp(min=self.time_clip)).square()
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return the velocity [B,C,H,W] at `level` = t [B]; of an x prediction, only at t > 0."""
+        """Return the velocity [B,C,H,W] at `level` = t [B]; an x prediction needs t > 0."""
         if self.prediction == "noise":
             level = level.clamp(max=1 - self.time_clip)
         output, t = prediction(predict(x_t, level), x_t.shape[1]), per_image(level)
@@ -153,7 +153,7 @@ class FlowMatching(AdditiveNoise):
         """Return times from 1 to 0, evenly spaced by default: float64 [num_steps + 1].
 
         Raises:
-            ValueError: the grid is another objective's, or rho is set.
+            ValueError: flow matching has no such grid, or rho is set.
         """
         t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
         name = grid.choose(("uniform", "quadratic", "logit_normal"), "flow", unused="rho")
@@ -162,5 +162,5 @@ class FlowMatching(AdditiveNoise):
         elif name == "logit_normal":
             t = torch.special.ndtri(t).sigmoid()
         t = shift_time(t, grid.shift)
-        t[0] = 1  # which rounding may have passed
+        t[0] = 1  # rounding may have exceeded 1
         return t

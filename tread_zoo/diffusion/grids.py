@@ -1,15 +1,15 @@
-"""Time grids: the levels of sampling, from the first one to 0.
+"""Time grids: the noise levels at which sampling steps, from the highest to 0.
 
     flow   u = 1 - i / n,  t = g(u),  t' = s t / (1 + (s - 1) t)       shift s (SD3, eq. 23)
            uniform       g(u) = u
            quadratic     g(u) = u^2                         small steps where the data is near
            logit_normal  logit g(u) = quantile of N(0, 1) at u         small steps at both ends
     EDM    rho           sigma^(1 / rho) falls evenly (arXiv 2206.00364, eq. 5)
-           log           ln sigma falls evenly: what rho grows towards
+           log           ln sigma falls evenly: the limit of a large rho
     DDPM   uniform       the steps fall evenly from 999 to 0, rounded
 
-Every sampler runs on every grid of its objective (`Objective.levels`); `auto` is the first of
-these."""
+Every sampler runs on every grid of its objective (`Objective.levels`); `auto` is the first one
+listed."""
 
 from dataclasses import dataclass
 
@@ -18,18 +18,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TimeGrid:
-    """A choice of grid; `tread_zoo.config.SamplingGrid` says what the fields mean and take."""
+    """A choice of grid; `tread_zoo.config.SamplingGrid` documents the fields."""
 
     grid: str = "auto"
     shift: float = 1.0
     rho: float | str = "auto"
 
     def choose(self, names: tuple[str, ...], objective: str, unused: str) -> str:
-        """Return the name of the grid for an objective that has the grids `names` and does not use
-        the field `unused`, shift or rho.
+        """Return the name of the grid for an objective with the grids `names`. The objective does
+        not use the field `unused`, shift or rho.
 
         Raises:
-            ValueError: it has no such grid, or the unused field is set.
+            ValueError: the objective has no such grid, or the unused field is set.
         """
         value, default = getattr(self, unused), getattr(TimeGrid, unused)
         if value != default:
@@ -49,5 +49,5 @@ DEFAULT_GRID = TimeGrid()
 
 
 def shift_time(t: Tensor, shift: float) -> Tensor:
-    """Return shift t / (1 + (shift - 1) t): t itself for 1, closer to the noise above."""
+    """Return shift t / (1 + (shift - 1) t): t if shift = 1, closer to noise if shift > 1."""
     return shift * t / (1 + (shift - 1) * t)

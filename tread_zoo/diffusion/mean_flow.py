@@ -1,30 +1,30 @@
 """MeanFlow: the mean velocity between two times, for sampling in few steps (arXiv 2505.13447).
 
-With x_t and its velocity v of flow matching, noise at t = 1, the network gives the mean from r to t
+With flow matching's x_t and velocity v, and noise at t = 1, the network predicts the mean
 
     u(x_t, r, t) = (t - r)^-1 (integral of v(x_s, s) over s from r to t)                  (eq. 3)
     u(x_t, r, t) = v - (t - r) d/dt u(x_t, r, t),  d/dt = v d/dx + d/dt at a fixed r      (eq. 6, 8)
     x_r          = x_t - (t - r) u(x_t, r, t)                                             (eq. 12)
 
-so one evaluation at r = 0, t = 1 makes an image of noise. The loss is the squared distance D of
-u to the right side, which gets no gradient and has v = noise - x, divided by (D + c)^p (eq. 22).
-In the authors' code D is a sum over C, H and W and c is 0.01; our D is the mean, c 0.01 / (C H W).
+so one evaluation at r = 0, t = 1 turns noise into an image. The loss is D / (D + c)^p (eq. 22). D
+is the squared distance of u from the right side of eq. 6, which has v = noise - x and gets no
+gradient. In the authors' code D is a sum over C, H and W and c is 0.01; our D is the mean, and c is
+0.01 / (C H W). The derivative d/dt u is computed in one of two ways:
 
-    exact        d/dt u by forward-mode differentiation, which needs a formula of every operation
+    exact        by forward-mode differentiation, which every operation must support
     difference   from one more evaluation, at t - h on the line along v, with any kernel:
 
                  u = v - (t - r - h) (u(x_t, r, t) - u(x_t - h v, r, t - h)) / h,  h = step
 
-The second follows from (t - r) u = h v + (t - h - r) u(x_t - h v, r, t - h), which holds if v is
-constant over h; where t - r <= h it is flow matching. arXiv 2604.08837 also has a difference; this
-form is ours.
+The difference follows from (t - r) u = h v + (t - h - r) u(x_t - h v, r, t - h), which holds if v
+is constant over h; where t - r <= h it is flow matching. This form is ours (see also 2604.08837).
 
-Guidance is a part of the target, so that sampling costs no second evaluation (section 4.2, eq. 19):
+Guidance is a part of the target, so that sampling needs no second evaluation (section 4.2, eq. 19):
 
     v~ = w v + k u(x_t, t, t | y) + (1 - w - k) u(x_t, t, t)      the scale is w / (1 - k)
 
-The paper leaves guidance out where the label was dropped. Here it applies to every image: without a
-label both terms are the same u, and the fixed point is the plain v.
+The paper does not guide images whose label was dropped. Here all images are guided: without a label
+both terms are the same u, and the fixed point is the plain v.
 
 Dimensions: B batch, C channels, H height, W width. A level is t.
 """
@@ -47,25 +47,25 @@ from tread_zoo.routing import Method, Stack
 from tread_zoo.seeding import Generator, per_image_generator
 
 _FLOW = FlowMatching()
-_C = 0.01  # beside the sum of the squared error over C, H and W
+_C = 0.01  # c for a squared error that is summed over C, H and W
 
 
 @register("objective", "mean_flow")
 @dataclass(frozen=True, kw_only=True)
 class MeanFlow(AdditiveNoise):
-    """The objective of MeanFlow. `sampler=mean` steps by the mean velocity; other samplers use the
-    network as one of flow matching.
+    """The MeanFlow objective. `sampler=mean` steps by the mean velocity; other samplers use the
+    network like a flow-matching network.
 
     Args:
-        equal_fraction: fraction of the images with r = t, whose loss is that of flow matching.
-        logit_mean: mean of logit(t) and logit(r), of which t is the larger.
+        equal_fraction: fraction of the images with r = t, which train as in flow matching.
+        logit_mean: mean of logit(t) and logit(r); t is the larger of two samples.
         logit_std: standard deviation of logit(t) and logit(r).
-        loss_power: p of the weight 1 / (D + c)^p, D the mean squared error of an image and
-            c = 0.01 / (C H W); 0 is the squared error itself.
-        derivative: how d/dt u is computed: difference, by one more evaluation, or exact, by
-            forward-mode differentiation.
+        loss_power: p of the weight 1 / (D + c)^p, with an image's mean squared error D and
+            c = 0.01 / (C H W); 0 means the plain squared error.
+        derivative: how to compute d/dt u: difference (one more evaluation) or exact (forward-mode
+            differentiation).
         step: step h of the difference, in t.
-        guidance_scale: w of the guided target; 1 with a guidance_mix of 0 is no guidance.
+        guidance_scale: w of the guided target; 1 with guidance_mix=0 means no guidance.
         guidance_mix: k, weight of the conditional prediction in the guided target; 0.5 in the
             authors' ImageNet recipes.
     """
@@ -101,7 +101,7 @@ class MeanFlow(AdditiveNoise):
         return 1.0
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Return t and r [B] and the noise, drawn for a batch of `shape` [B,C,H,W]."""
+        """Return t and r [B] and noise for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         first, second = (
             torch.sigmoid(self.logit_mean + self.logit_std * images.randn()) for _ in range(2)
@@ -111,8 +111,8 @@ class MeanFlow(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=t, end=r)
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return D / (D + c)^p of each image, [B], and D as `squared_error`. A draw without `end`
-        has the loss of flow matching."""
+        """Return D / (D + c)^p of each image, [B], and D as `squared_error`. Without `draw.end`,
+        return the flow-matching loss."""
         if draw.end is None:
             return _FLOW.loss(predict, x, draw)
         x_t, t, r = self.noised(x, draw), draw.level, draw.end
@@ -125,7 +125,7 @@ class MeanFlow(AdditiveNoise):
         return weight * error, {"squared_error": error}
 
     def _guided(self, predict: Predict, x_t: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
-        """Return the velocity v~ that guidance makes of one."""
+        """Return the guided velocity v~ for a `velocity` v."""
         scale, mix = self.guidance_scale, self.guidance_mix
         parts = [scale * velocity] if scale != 1 else [velocity]
         if mix:
@@ -137,7 +137,7 @@ class MeanFlow(AdditiveNoise):
     def _correction(
         self, predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Tensor, mean: Tensor
     ) -> Tensor:
-        """Return (t - r) d/dt u; the difference's is 0 where t - r <= step."""
+        """Return (t - r) d/dt u, which `difference` sets to 0 where t - r <= step."""
         if self.derivative == "exact":
             slope = mean_slope(predict, x_t, t, r, velocity)
             return per_image(t - r) * slope
@@ -156,7 +156,7 @@ class MeanFlow(AdditiveNoise):
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
-        """Return the levels of flow matching: float64 [num_steps + 1]."""
+        """Return the levels that flow matching has: float64 [num_steps + 1]."""
         return _FLOW.levels(num_steps, grid)
 
 
@@ -171,7 +171,7 @@ def mean_slope(predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Te
         return prediction(predict(x_t, t, r=r), x_t.shape[1])
 
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the fused forms have no such derivative
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no forward-mode derivative
             slope: Tensor = torch.func.jvp(mean, (x_t, t), (velocity, torch.ones_like(t)))[1]
     except RuntimeError as error:
         if "forward" not in str(error):

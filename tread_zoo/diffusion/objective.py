@@ -22,7 +22,7 @@ from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.seeding import ImageGenerator
 
 # (x [B,C,H,W], noise label [B] of order 1) -> [B,C_out,H,W]; condition and routes are bound.
-# Keywords are `r` [B], as of a backbone, and y=None for the prediction without a condition.
+# Keywords: `r` [B], see `Backbone.forward`, and y=None for the prediction without a condition.
 Predict = Callable[..., Tensor]
 
 
@@ -30,7 +30,7 @@ Predict = Callable[..., Tensor]
 class Draw:
     """The random numbers of one loss: `noise` [B,C,H,W], standard normal, and `level` [B].
 
-    A mean over a span of levels has its other `end` [B], and levels per token `token_levels` [B,N].
+    `end` [B] is the other end of a span of levels (MeanFlow); `token_levels` [B,N] is per token.
     """
 
     noise: Tensor
@@ -47,8 +47,8 @@ class Draw:
 class Objective(Protocol):
     """The interface that training and sampling use.
 
-    Only some samplers use `estimate`, `signal` and `noise`; euler and heun do not. The optional
-    `check_training(backbone, label_dropout, routing)` raises ValueError if the settings do not fit.
+    Only some samplers use `estimate`, `signal` and `noise`; euler and heun do not. An optional
+    method `check_training(backbone, label_dropout, routing)` raises ValueError for a misfit.
     """
 
     @property
@@ -56,12 +56,12 @@ class Objective(Protocol):
         """Standard deviation of the noise that sampling starts from, at `levels(n)[0]`."""
 
     def draw(self, shape: Sequence[int], generator: ImageGenerator) -> Draw:
-        """Draw the levels and the noise of a batch of `shape` [B,C,H,W]: float32, on the
+        """Return random levels and noise for a batch of `shape` [B,C,H,W]: float32, on the
         generator's device."""
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss per image [B], and tensors by name, whose means are logged. It reads no
-        values: it also runs on the meta device, to count FLOPs."""
+        """Return the loss per image [B], and tensors by name whose means are logged. It must also
+        run on the meta device, where FLOPs are counted."""
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dt [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
@@ -84,10 +84,8 @@ class Objective(Protocol):
 
 
 class AdditiveNoise:
-    """Base of objectives whose level t is the factor of the noise: x_t = signal(t) x + t noise.
-
-    signal(t) is 1 or 1 - t.
-    """
+    """Base of objectives whose level t is the factor of the noise: x_t = signal(t) x + t noise,
+    with signal(t) = 1 or 1 - t."""
 
     def noised(self, x: Tensor, draw: Draw) -> Tensor:
         """Return signal(t) x + t noise, [B,C,H,W]."""
@@ -110,8 +108,8 @@ class AdditiveNoise:
 def prediction(output: Tensor, num_channels: int) -> Tensor:
     """Return the first `num_channels` channels of a network's output, in float32 or float64.
 
-    A network with a learned sigma gives 2C channels: the prediction, then the parameters of a
-    variance, which is not used here.
+    A network with a learned sigma returns 2C channels: the prediction, then variance parameters,
+    which are not used here.
 
     Raises:
         ValueError: the output has neither C nor 2C channels.

@@ -1,4 +1,4 @@
-"""Samplers integrate dx/dt over a falling grid of levels t. They know no network.
+"""Samplers integrate dx/dt over a falling grid of levels t, without knowing the network.
 
 With a step h = t' - t < 0 from level t to t', d(x, t) = dx/dt, and a fresh z ~ N(0, I):
 
@@ -10,14 +10,14 @@ With a step h = t' - t < 0 from level t to t', d(x, t) = dx/dt, and a fresh z ~ 
     edm_stochastic  t^ = (1 + gamma) t,  x^ = x + sqrt(t^^2 - t^2) s_noise z, then heun from t^
     flow_sde        x' = x + h (v - w s / 2) + sqrt(-h w) z,  w = diffusion t,  s the score
 
-x_t = a y + b n has the signal a(t) and the noise b(t); D is the estimate of the clean y that
+In x_t = a y + b n, a(t) is the signal and b(t) the noise; D is the estimate of the clean y that
 belongs to dx/dt. Heun is Algorithm 1 of arXiv 2206.00364, edm_stochastic its Algorithm 2; dpmpp_2m
 is Algorithm 2 of arXiv 2211.01095, flow_sde the reverse SDE of SiT (arXiv 2401.08740, eq. 5 and 10)
-by Euler and Maruyama.
+by the Euler-Maruyama rule.
 
 A step that ends at level 0 is an Euler step, because EDM's (x - D) / sigma has no value there and
-training hardly draws t = 0. One such step costs no order: its own error is O(h^2). The SDE's last
-step is the ODE's: it ends at the estimate D and adds no noise to the image.
+training rarely sees t = 0. One such step keeps the order: its own error is O(h^2). The SDE's last
+step follows the ODE: it ends at the estimate D and adds no noise to the image.
 
 Dimensions: B batch, C channels, H height, W width, n images.
 """
@@ -46,9 +46,9 @@ class Problem:
     """What a sampler integrates.
 
     Args:
-        dx_dt: the slope, with its guidance.
+        dx_dt: the slope, including guidance.
         objective: defines the levels.
-        fresh_noise: step, from 0 -> standard normal noise [B,C,H,W] on the device of x.
+        fresh_noise: step number (from 0) -> standard normal noise [B,C,H,W] on the device of x.
     """
 
     dx_dt: DxDt
@@ -56,7 +56,7 @@ class Problem:
     fresh_noise: Callable[[int], Tensor]
 
     def slope(self, x: Tensor, level: float) -> Tensor:
-        """Return dx/dt [B,C,H,W] at one level for the whole batch, in float32."""
+        """Return dx/dt [B,C,H,W] in float32, at one level for the whole batch."""
         return self.dx_dt(x, self._expand(level, x)).float()
 
     def estimate(self, x: Tensor, dx_dt: Tensor, level: float) -> Tensor:
@@ -64,7 +64,7 @@ class Problem:
         return self.objective.estimate(x, dx_dt, self._expand(level, x))
 
     def coefficients(self, levels: Tensor) -> tuple[list[float], list[float]]:
-        """Return signal and noise at each of `levels`, in float64."""
+        """Return the signal and the noise factors at each of `levels`, computed in float64."""
         levels = levels.double()
         return self.objective.signal(levels).tolist(), self.objective.noise(levels).tolist()
 
@@ -78,8 +78,8 @@ class Sampler(Protocol):
 
     Called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]), it returns a new
     float32 tensor [B,C,H,W] at levels[-1]. Three class variables are optional: `default_num_steps`;
-    `objectives`, the names of those that it fits, by default all; and `takes_means`, whether slopes
-    are means over the step that starts at the level.
+    `objectives`, names of the objectives that it supports, by default all; and `takes_means`,
+    whether it needs mean slopes over a step, as from MeanFlow.
     """
 
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor: ...
@@ -103,7 +103,7 @@ class Euler:
 @register("sampler", "mean")
 @dataclass(frozen=True, kw_only=True)
 class Mean(Euler):
-    """Euler's rule with the mean slope of each step, which `objective=mean_flow` learns: num_steps
+    """Euler's rule with each step's mean slope, which `objective=mean_flow` learns: num_steps
     evaluations, by default one."""
 
     default_num_steps: ClassVar[int] = 1
@@ -129,11 +129,11 @@ class Heun:
 @register("sampler", "dpmpp_2m")
 @dataclass(frozen=True, kw_only=True)
 class DPMSolver2M:
-    """DPM-Solver++(2M): num_steps evaluations, second order through the estimate of the last step.
+    """DPM-Solver++(2M): num_steps evaluations; the previous step's estimate makes it second order.
 
-    The first step, the step after a level without signal (flow matching's t = 1, where ln(a / b)
-    is infinite) and the step to level 0 are Euler steps. On flow matching's whole grid the error is
-    O(h^2 ln 1/h).
+    Euler steps are the first step, the step after a level without signal (flow matching's t = 1,
+    where ln(a / b) is infinite) and the step to level 0. Over flow matching's whole grid the error
+    is O(h^2 ln 1/h).
     """
 
     default_num_steps: ClassVar[int] = 20
@@ -163,10 +163,10 @@ class EDMStochastic:
     """EDM's stochastic sampler: 2 num_steps - 1 evaluations, with fresh noise before each step.
 
     Args:
-        s_churn: amount of noise over all steps; gamma = min(s_churn / num_steps, sqrt(2) - 1).
+        s_churn: total amount of noise; gamma = min(s_churn / num_steps, sqrt(2) - 1).
         s_min, s_max: noise is added only where sigma is in [s_min, s_max].
-        s_noise: standard deviation of the noise; slightly above 1 restores detail that a denoiser
-            loses.
+        s_noise: standard deviation of the noise; slightly above 1 restores detail that denoisers
+            lose.
 
     Raises:
         ValueError: s_min is above s_max.
@@ -203,20 +203,20 @@ class EDMStochastic:
 @register("sampler", "flow_sde")
 @dataclass(frozen=True, kw_only=True)
 class FlowSDE:
-    """The reverse SDE of flow matching by Euler and Maruyama: num_steps evaluations.
+    """The reverse SDE of flow matching by the Euler-Maruyama rule: num_steps evaluations.
 
-    At every t it has the distribution of the ODE, for any diffusion; noise corrects some of the
-    error of earlier steps.
+    For any diffusion, x has the same distribution at every t as with the ODE; fresh noise corrects
+    some of the error of earlier steps.
 
     The released samplers of SiT, REPA and SPRINT have the drift v - D s and the noise sqrt(2 D)
     with D = sigma = t, which is `diffusion=2`; the paper's w = sigma is `diffusion=1`. They take
-    249 equal steps from t = 1 to 0.04, and a last one to 0 by the same drift without noise:
+    249 equal steps from t = 1 to 0.04, and a last step to 0 with the same drift but no noise:
     `num_steps=250`, `last_step=0.04`.
 
     Args:
         diffusion: w(t) / t; 0 is Euler's rule.
-        last_step: size of a last step by the SDE's drift without noise; the steps before it are
-            scaled to fit. 0: the last step of the grid, by the ODE.
+        last_step: size of a last step with the SDE's drift and no noise; earlier steps are scaled
+            to fit. 0: keep the grid's last step, which follows the ODE.
     """
 
     default_num_steps: ClassVar[int] = 100
@@ -250,15 +250,15 @@ class FlowSDE:
 def initial_noise(shape: Sequence[int], seed: int, indices: Sequence[int]) -> Tensor:
     """Return standard normal noise [n,C,H,W] for the images `indices`, each of `shape` [C,H,W].
 
-    Image i's noise depends on (seed, i) alone, not on the batch size, the order or the number of
-    processes. Multiply it by the objective's `initial_std`.
+    Image i's noise depends only on (seed, i), not on batch size, order or number of processes.
+    Multiply it by the objective's `initial_std`.
     """
     return _noise_of("sample", shape, indices, seed)
 
 
 def step_noise(shape: Sequence[int], seed: int, indices: Sequence[int], step: int) -> Tensor:
-    """Return the noise [n,C,H,W] of a stochastic sampler's `step`; image i's depends on
-    (seed, i, step) alone."""
+    """Return the noise [n,C,H,W] of a stochastic sampler's `step`; image i's noise depends only on
+    (seed, i, step)."""
     return _noise_of("sample step", shape, indices, seed, step)
 
 
@@ -287,7 +287,7 @@ def _log_ratio(signal: float, noise: float) -> float:
 
 
 def _steps(levels: Tensor) -> Collection[tuple[float, float]]:
-    """Return the pairs (level, next level) of a falling grid; iterating shows the progress."""
+    """Return the pairs (level, next level) of a falling grid; iteration shows a progress bar."""
     if levels.ndim != 1 or len(levels) < 2 or not bool((levels.diff() < 0).all()):
         raise ValueError(
             f"levels of shape {tuple(levels.shape)} must be two or more falling numbers. Use "
