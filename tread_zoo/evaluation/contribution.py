@@ -1,11 +1,11 @@
-"""Contributions of blocks: how much a trained network's output and its loss change without them.
+"""Contributions of blocks: how much a trained network's output and loss change without a block.
 
     c_l = |F - F_without| / |F|        over all images at noise level l; the mean over three levels
     r   = L_without / L - 1            the rise of the loss, over all images and levels
 
 F is the raw output, whose scaling the objective sets. The levels are the quantiles .2, .5 and .8 of
 the objective's training levels: t = .2, .5, .8 if t is uniform. Streams pass a skipped block
-unchanged. A small c is no sign of idle blocks: a loss may rise by 2 % where samples lose a third.
+unchanged. A small c does not mean an idle block: the loss may rise by 2 % and samples be far worse.
 
 B batch, C channels, H height, W width.
 """
@@ -42,7 +42,7 @@ def data_contributions(
     batch_size: int = 250,
     num_images: int = NUM_IMAGES,
 ) -> dict[str, Any]:
-    """Return `contributions` on held-out images, or on training images if none are held out."""
+    """Return the record of `contributions` on held-out images, or else on training images."""
     part = data.train if data.held_out is None else data.held_out
     images, labels = stack_part(part, num_images)
     device = next(backbone.parameters()).device
@@ -66,18 +66,18 @@ def contributions(
     precision: str,
     batch_size: int = 250,
 ) -> dict[str, Any]:
-    """Return what each block and each range contributes.
+    """Return how much each block and each range of blocks contributes, as a record.
 
-    `blocks` has c of each block and `ranges` [start, end, c] of each range, as fractions of the
-    output; `loss_rises` has r of each block, then of each range, and `loss` L. Noise and levels are
-    the same in every call.
+    `blocks` lists c per block, `ranges` [start, end, c] per range, as fractions of the output;
+    `loss_rises` lists r per block, then per range; `loss` is L. Noise and levels are the same in
+    every call.
 
     Args:
         backbone, objective: a trained network and its objective.
         x, y: clean images [B,C,H,W] in the model's range; labels [B], contexts, or None.
-        ranges: of blocks, [start, end).
-        precision: resolved, see `tread_zoo.runtime`.
-        batch_size: rows per batch; an image has a row for each level.
+        ranges: ranges of blocks, [start, end).
+        precision: a resolved precision, see `tread_zoo.runtime`.
+        batch_size: inputs per batch; an image is an input once per level.
     """
     generator = make_generator("worth")
 
@@ -123,7 +123,7 @@ def _recorded(
     precision: str,
     outputs: list[Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the network as the objective takes it; its outputs are added to a list."""
+    """Return the network as a function for the objective; it appends its outputs to `outputs`."""
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
         with autocast(x_t.device, precision):
@@ -134,15 +134,15 @@ def _recorded(
 
 
 def ranges_of(backbone: Backbone, routing: Method) -> Ranges:
-    """Return the ranges of the routes; for a dense network its default range, if deep enough."""
+    """Return the routed ranges; for a dense network its default range, unless that is empty."""
     default = range(backbone.num_blocks)[slice(*backbone.default_range)]
     ranges = routing.ranges(Stack.of(backbone))
     return ranges or ([(default.start, default.stop)] if default else [])
 
 
 def contribution_names(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of `contributions` by name: `contribution_3` of a block, `contribution_2_8`
-    of the range [2, 8)."""
+    """Return the values of `contributions` by name: `contribution_3` for block 3,
+    `contribution_2_8` for the range [2, 8)."""
     blocks = {f"contribution_{i}": value for i, value in enumerate(record.get("blocks", ()))}
     return blocks | {f"contribution_{a}_{b}": value for a, b, value in record.get("ranges", ())}
 

@@ -2,7 +2,7 @@
 
     samples by number -> `tread_zoo.evaluation.score` -> values and their protocol
 
-Samples are drawn batch by batch and not kept. Dimensions: B batch, C channels, H height, W width.
+Samples are made batch by batch and not kept. Dimensions: B batch, C channels, H height, W width.
 """
 
 from collections.abc import Mapping
@@ -44,19 +44,19 @@ def evaluate(
     cache: dict[str, Any] | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
-    """Return the record of a network's score; every rank must call this.
+    """Return the record of a network's scores; every rank must call this.
 
-    `values` are the scores of samples, `real` those of held-out images if the reference is the
-    training part, `protocol` all that they depend on, and `contributions` what each block is worth
-    (`tread_zoo.evaluation.contribution`). `not_scored` says why metrics are missing: no weights of
-    Inception, no autoencoder of latents, too few images.
+    `values` has the scores of samples, `real` the scores of held-out images if the reference is the
+    training images, `protocol` everything that scores depend on, and `contributions` the effect of
+    each block (`tread_zoo.evaluation.contribution`). `not_scored` says why metrics are missing: no
+    Inception weights, no autoencoder for latents, or too few images.
 
     Args:
         backbone, objective, data, sampling, options: the network, and the settings of its scores.
-        precision: resolved, see `tread_zoo.runtime`.
+        precision: a resolved precision, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`.
-        routing: the routing method of training.
-        cache: a dictionary, empty at first, that keeps what other weights share.
+        routing: the routing method used in training.
+        cache: a dictionary, at first empty, for what does not depend on the weights.
         metadata: further fields of `Protocol`, such as `weights` and `step`.
     """
     cache = {} if cache is None else cache
@@ -106,8 +106,8 @@ def evaluate(
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the record of all images in a folder or an .npz file, see `evaluate`. The reference is
-    a part of `data` or the one in `options`. Raises ValueError if no metric can be computed."""
+    """Return the scores of all images in a folder or .npz file, as a record like `evaluate`'s. The
+    reference is in `data` or in `options`. Raises ValueError if no metric can be computed."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation = evaluation.fit(len(images), images.shape, images.num_classes)
@@ -124,7 +124,7 @@ def evaluate_images(
 
 
 def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
-    """Return the held-out images, if the reference is the training part."""
+    """Return the held-out images if the reference is the training images, else None."""
     if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
     return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)
@@ -137,8 +137,8 @@ def check_evaluation(
     num_classes: int | None = None,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return the evaluation of samples like `data`, checked before any is drawn. `num_classes` is
-    that of the samples' labels; None is the data's. Raises ValueError if they cannot be scored."""
+    """Return an `Evaluation` for samples like `data`, checked before any sample is made.
+    `num_classes` counts the samples' classes; None: the data's. Raises ValueError for a misfit."""
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
     if evaluation.extractor is not None:
@@ -160,8 +160,8 @@ def make_evaluation(
     num_classes: int = 0,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return the evaluation of images with labels of `num_classes` (0: none), to be checked by its
-    `fit`. Raises ValueError for unknown names or missing files."""
+    """Return an `Evaluation` for images of `num_classes` classes (0: no labels); its `fit` is not
+    called yet. Raises ValueError for unknown names or missing files."""
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
     reference = _open_reference(options, data, device)
@@ -176,7 +176,7 @@ def make_evaluation(
         if options.extractor != "auto":
             raise
         metrics, not_scored = (), str(error) if metrics else ""
-    # the digits extractor knows the classes of digits alone
+    # the digits extractor knows only the classes of digits
     known = extractor.num_classes if extractor and (name != DIGITS or is_digits) else 0
     names = [metric.name for metric in metrics]
     if names and 0 < num_classes <= known and "label_accuracy" not in names:
@@ -188,7 +188,7 @@ def make_evaluation(
 def _open_reference(
     options: EvaluationConfig, data: ImageData | None, device: torch.device | None
 ) -> Reference:
-    """Return the reference: a part of the data, or a path."""
+    """Return the reference that `options` names: the training or held-out images, or a path."""
     name = options.reference
     if name not in ("train", "held_out"):
         return open_reference(name)
@@ -207,21 +207,20 @@ def sampling_record(
     *,
     weak: Backbone | None = None,
 ) -> dict[str, Any]:
-    """Return fields of `Protocol`: `sampling`, the settings of sampler and guidance; `nfe`, network
-    evaluations per image; `flops_per_image`."""
+    """Return three fields of `Protocol`: `sampling`, the settings of sampler and guidance; `nfe`,
+    the network evaluations per image; `flops_per_image`."""
     cost = count_sampling(backbone, objective, sampling, weak=weak)
     settings = sampling.as_dict()
     return {"sampling": settings, "nfe": cost.evaluations, "flops_per_image": cost.flops}
 
 
 def score_names(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of a record under their names for trackers, such as `score/fid`."""
+    """Return the values of a record, under names for trackers such as `score/fid`."""
     return {f"score/{name}": value for name, value in record["values"].items()}
 
 
 def describe_record(record: Mapping[str, Any]) -> list[str]:
-    """Return a record as lines of text: each value beside that of real images, where they have
-    one."""
+    """Return a record as lines of text: each value and, if there is one, real images' value."""
     heading = f"{'':14s} {'samples':>10s} {'real' if record['real'] else '':>10s}".rstrip()
     lines = [heading] if record["values"] else []
     for name, value in record["values"].items():
@@ -232,7 +231,7 @@ def describe_record(record: Mapping[str, Any]) -> list[str]:
     protocol = record["protocol"]
     if protocol.get("extractor"):
         count, against = protocol["num_reference"], ""
-        if protocol["reference_sha256"]:  # else no metric compares
+        if protocol["reference_sha256"]:  # absent if no metric needs real images
             against = f" against {count or 'statistics of'} {protocol['reference']}"
         lines.append(
             f"{protocol['num_generated']} images{against}, features {protocol['extractor']}"

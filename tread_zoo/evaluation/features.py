@@ -1,13 +1,13 @@
 """Feature extractors: networks that turn images into named features.
 
-    pooled        the vector that distances compare
+    pooled        one vector per image, which distances compare
     spatial       the first 7 channels of the 1x1 branch of Inception's mixed_6, 17x17, for sfid
-    logits        of classes, for isc and label_accuracy
+    logits        logits of classes, for isc and label_accuracy
     feature_map   [B, S, h, w], for `tread_zoo.training.alignment`: DINOv2's patch tokens,
                   Inception's mixed_7, or a small classifier's last convolution
 
-Nothing is downloaded. torch-fidelity's Inception is the network of 2015 that FID is defined by; its
-`Mixed_6d` is `mixed_6` of that graph. Spatial features are in the order [H, W, 7], as in the
+Nothing is downloaded. torch-fidelity's Inception is the 2015 network that defines FID; its
+`Mixed_6d` is the original graph's `mixed_6`. Spatial features are ordered [H, W, 7], as in the
 reference files of ADM's evaluator (`mu_s`, `sigma_s`).
 
 Dimensions: B batch, C channels, H height, W width, D features.
@@ -46,7 +46,7 @@ DINOV2 = {  # name -> the name in the authors' code, D; arXiv 2306.04675 uses th
 EXTRACTORS = (DIGITS, INCEPTION, *DINOV2)
 EXPORTED = ".pt2"
 _SPATIAL_CHANNELS = 7
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of its pixels
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of ImageNet's pixels
 _RESIZE = "bilinear as in TensorFlow 1 (corners not aligned, no antialiasing) to {0}x{0}"
 
 Network = Callable[[Tensor], dict[str, Tensor]]
@@ -54,29 +54,29 @@ Network = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Extractor:
-    """An extractor, before it is loaded."""
+    """The description of an extractor; `load` returns its network."""
 
-    name: str  # in settings
-    file: Path  # of the weights
-    sizes: Mapping[str, int]  # D by name of feature, but for the feature map
+    name: str  # its name in settings
+    file: Path  # file of the weights
+    sizes: Mapping[str, int]  # D by name of feature, without the feature map
     resize: str = "none"  # how images are resized
     shape: tuple[int, ...] | None = None  # the required [C, H, W]; None: any
-    num_classes: int = 0  # of the logits, if they are of the data's classes
+    num_classes: int = 0  # number of logits, if these are the data's classes
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hash of the weights' file, 64 hex digits."""
+        """SHA-256 of the weights' file, 64 hex digits."""
         return checksum(self.file)
 
     @property
     def label(self) -> str:
-        """Name for records, with 8 digits of the hash: name@01234567."""
+        """Name for records, with the first 8 digits of the hash: name@01234567."""
         name = self.name if self.name in EXTRACTORS else self.file.stem
         return f"{name}@{self.sha256[:8]}"
 
     def load(self, names: Collection[str], device: torch.device) -> Network:
-        """Return the network on `device`: uint8 [B,C,H,W] -> the features in `names`, float32
-        [B,D], feature_map [B,S,h,w]. The global generator is not changed."""
+        """Return the network on `device`. It maps uint8 [B,C,H,W] to the features in `names`,
+        float32 [B,D] (feature_map: [B,S,h,w]). The global generator is not changed."""
         with torch.random.fork_rng(devices=[]):
             if self.name == INCEPTION:
                 network = _load_inception(self.file, names, device)
@@ -99,8 +99,8 @@ class Extractor:
 def find_extractor(
     name: str, inception_weights: str | None = None, dinov2_weights: str | None = None
 ) -> Extractor:
-    """Return an extractor by name, or from a file of `tread-zoo make-features` or
-    `torch.export.save`. Weights lie in torch's hub folder unless their files are given. Raises
+    """Return an extractor by its name, or from a file written by `tread-zoo make-features` or
+    `torch.export.save`. Weights are in torch's hub folder unless a path is given. Raises
     ValueError for an unknown name or a missing file."""
     if name == INCEPTION:
         file = _hub_file(inception_weights, INCEPTION_URL, "inception_weights")
@@ -128,10 +128,10 @@ def find_extractor(
 class ClassifierFeatures(nn.Module):
     """A classifier of small images: 3x3 convolutions, pooled features, logits.
 
-    GELU, since half of the features of a ReLU network this small die in training.
+    It uses GELU, because half of the features of so small a ReLU network die in training.
 
     Args:
-        image_size, channels, num_classes: (H, W), at least 8 each; C; of the logits.
+        image_size, channels, num_classes: (H, W), at least 8 each; C; number of logits.
         num_features: D, unless `layers` is given.
         layers: channels and padding of each convolution, and whether a 2x2 pooling follows.
     """
@@ -157,12 +157,12 @@ class ClassifierFeatures(nn.Module):
         self.classify = nn.Linear(self.num_features, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features [B, D], logits [B, num_classes]) of uint8 [B,C,H,W]."""
+        """Return (features [B, D], logits [B, num_classes]) of images uint8 [B,C,H,W]."""
         named = self.named(images)
         return named["pooled"], named["logits"]
 
     def named(self, images: Tensor) -> dict[str, Tensor]:
-        """Return pooled, logits and feature_map [B, D, h, w] of uint8 [B,C,H,W]."""
+        """Return pooled, logits and feature_map [B, D, h, w] of images uint8 [B,C,H,W], by name."""
         x = images.to(self.classify.weight.dtype) / 255
         for index, (_, _, is_pooled) in enumerate(self.layers, start=1):
             x = F.gelu(self.get_submodule(f"conv{index}")(x))
@@ -171,7 +171,7 @@ class ClassifierFeatures(nn.Module):
         return {"pooled": pooled, "logits": self.classify(pooled), "feature_map": x}
 
 
-# Sizes of the shipped file, which stores none. tread-zoo make-features makes it.
+# Sizes for the shipped file, which stores none. tread-zoo make-features makes that file.
 _DIGITS_LAYERS = ((32, 1, False), (64, 1, True), (64, 0, False))
 _DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DIGITS_LAYERS}
 
@@ -183,13 +183,13 @@ def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
     channels, *image_size = network.shape
     sizes = {"image_size": image_size, "channels": channels, "num_classes": network.num_classes}
     metadata = json.dumps({**sizes, "layers": network.layers, "about": about})
-    # one entry of metadata: the order of several is not fixed, and the file's hash is its name
+    # one entry of metadata: several have no fixed order, and records name the file by its hash
     with written_whole(path) as stream:
         stream.write(save(network.state_dict(), metadata={"features": metadata}))
 
 
 def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
-    """Return a classifier from `save_features`, frozen; by default the shipped one of digits."""
+    """Return a classifier saved by `save_features`, frozen; by default the shipped digits one."""
     from safetensors import safe_open
 
     metadata: dict[str, Any] = dict(_DIGITS)
@@ -198,7 +198,7 @@ def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
             metadata = json.loads(file.metadata()["features"])
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     metadata.pop("about", None)
-    with torch.device("meta"):  # draws no weights: the global generator is not changed
+    with torch.device("meta"):  # no random weights: the global generator is not changed
         network = ClassifierFeatures(**metadata)
     network.load_state_dict(state, assign=True)
     return network.eval().requires_grad_(False)
@@ -219,7 +219,7 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
     """Return Inception, computed as far as `names` require."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-    # "768" is read off after mixed_7: the way to it passes mixed_6
+    # "768" is computed after mixed_7, so asking for it also runs mixed_6
     layers = {
         "spatial": "768", "feature_map": "768", "pooled": "2048", "logits": "logits_unbiased"
     }  # fmt: skip
@@ -242,7 +242,7 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
 
 
 def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
-    """Return the authors' network, its images resized and normalized as by torch-fidelity."""
+    """Return the authors' network, with images resized and normalized as in torch-fidelity."""
     from torch_fidelity.interpolate_compat_tensorflow import (
         interpolate_bilinear_2d_like_tensorflow1x as resize,
     )
@@ -270,7 +270,7 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
 
 
 def _hub_file(path: str | None, url: str, field: str) -> Path:
-    """Return the file of weights at `path` or, for None, in torch's hub folder."""
+    """Return the file of weights at `path` or, if None, in torch's hub folder."""
     name = url.rpartition("/")[2]
     file = Path(path).expanduser() if path else Path(torch.hub.get_dir(), "checkpoints", name)
     file = file / name if file.is_dir() else file

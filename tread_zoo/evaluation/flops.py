@@ -2,12 +2,12 @@
 
 torch counts matrix products; formulas that `tread_zoo.kernels` registers (docs/evaluation.md) count
 scans and the convolutions before them. A multiply-add is 2; elementwise work is not counted, as is
-usual. Every operation is counted in its torch form, so that machines agree. The recomputation of
-activation checkpointing is counted.
+usual. Every operation is counted in its torch form, so that all machines agree. The recomputation
+of activation checkpointing is counted.
 
-A step costs the weighted sum over the variants of its routing method, as a route with probability p
-and no route with 1 - p. F is of one pass forward and back, or of all that the loss of a step
-computes, if it is given.
+A step costs the weighted sum over the variants of its routing method, e.g. a route with weight p
+and no route with 1 - p. Each variant's FLOPs are those of one forward and backward pass or, if a
+loss is given, of everything that the loss of a step computes.
 """
 
 import json
@@ -28,8 +28,8 @@ from tread_zoo.routing import Method, Stack
 
 Module = TypeVar("Module", bound=nn.Module)
 Routes = Sequence[Crossing]
-# (network, images [B,C,H,W], labels [B] or None, routes) -> what a step sums and differentiates. If
-# it has a `key`, calls of equal keys are traced once.
+# (network, images [B,C,H,W], labels [B] or None, routes) -> the loss that a step differentiates. If
+# the function has a `key`, functions with equal keys are traced once.
 Loss = Callable[[Backbone, Tensor, Tensor | None, Routes], Tensor]
 
 
@@ -40,26 +40,26 @@ def count_flops(
     routes: Routes = (),
     backward: bool = False,
 ) -> int:
-    """Return the FLOPs of a forward pass, or of forward and backward, of `batch` images."""
+    """Return the FLOPs of a forward pass (with `backward`, of both passes) on `batch` images."""
     return _trace(without_data(backbone), batch, routes, backward)
 
 
 def training_flops(backbone: Backbone, routing: Method, num_steps: int) -> float:
     """Return the FLOPs per image, forward and backward, averaged over a run of `num_steps` steps.
-    What a step draws counts by its probability."""
+    Random choices of a step count with their probabilities."""
     return mean_flops(stage_flops(backbone, routing, num_steps))
 
 
 def mean_flops(stages: Sequence[tuple[range, float]]) -> float:
-    """Return the mean over the steps of all stages."""
+    """Return the mean FLOPs over the steps of all stages."""
     return sum(len(steps) * flops for steps, flops in stages) / sum(len(s) for s, _ in stages)
 
 
 def stage_flops(
     backbone: Backbone, routing: Method, num_steps: int, loss: Loss | None = None
 ) -> list[tuple[range, float]]:
-    """Return the steps of each stage of a run with the FLOPs per image, as in `training_flops`; of
-    `loss`, or else of one pass."""
+    """Return (steps, FLOPs per image) for each stage of a run, as in `training_flops`; a `loss` is
+    counted in place of one forward and backward pass."""
     meta, stages = without_data(backbone), dict[range, float]()
     for steps, weight, crossings in routing.variants(Stack.of(backbone), num_steps):
         flops = weight * _trace(meta, 1, crossings, True, loss)
@@ -69,7 +69,7 @@ def stage_flops(
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """The cost of sampling an image: evaluations of the strong and the weak network, and FLOPs."""
+    """The cost of sampling one image: evaluations of strong plus weak network, and FLOPs."""
 
     evaluations: int
     flops: int
@@ -84,8 +84,8 @@ def count_sampling(
 ) -> SamplingCost:
     """Return the cost of sampling an image with `options`. Raises ValueError if they do not fit.
 
-    `generate` runs with networks that compute nothing and count their calls, so that a branch that
-    a level or a scale leaves out is not counted.
+    `generate` runs with networks that compute nothing and count their calls, so guidance costs
+    nothing at levels where it is off.
     """
     calls: list[int] = []
     network = _stand_in(backbone, calls)
@@ -116,7 +116,7 @@ def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
 
 @torch.inference_mode(False)
 def without_data(module: Module) -> Module:
-    """Return a copy on the meta device, without copying weights."""
+    """Return a copy of a module on the meta device, without copying its weights."""
     empty: dict[int, object] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in module.parameters()
     } | {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
@@ -133,10 +133,10 @@ def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) ->
 def _trace(
     meta: Backbone, batch: int, routes: Routes, backward: bool, loss: Loss | None = None
 ) -> int:
-    """Return the FLOPs of a call of a copy from `without_data`; equal calls are traced once."""
+    """Return the FLOPs of one call of `meta`, from `without_data`; equal calls are traced once."""
     of = getattr(loss, "key", loss)
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward, of)
-    if key in _TRACED and meta.name is not None:  # the options of others are unknown
+    if key in _TRACED and meta.name is not None:  # without a name the options are unknown
         flops, ops = _TRACED[key]
         used_ops.update(ops)
         return flops
@@ -160,15 +160,15 @@ _TRACED: dict[tuple[Any, ...], tuple[int, frozenset[str]]] = {}  # FLOPs, and th
 
 
 def _kind(crossing: Crossing) -> tuple[Any, ...]:
-    """Return what FLOPs depend on: the class, and its fields, of tensors the shape."""
+    """Return what a crossing's FLOPs depend on: its class and fields, and the shapes of tensors."""
     values = [getattr(crossing, field.name) for field in fields(crossing)]
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else repr(v) for v in values]
     return type(crossing), *shapes
 
 
 def _structure(network: Backbone) -> tuple[Any, ...]:
-    """Return what FLOPs depend on: the class, the options, also of a routing method that owns
-    weights, and shapes, which show added layers."""
+    """Return what a network's FLOPs depend on: its class, its options and those of a routing method
+    with weights, and all shapes, which show added layers."""
     shapes = tuple((name, tuple(p.shape)) for name, p in network.named_parameters())
     options = json.dumps([network.config, network.routing_config])
     return type(network), options, network.checkpoint_blocks, shapes

@@ -7,7 +7,7 @@ enough; the general matrix square root fails if S1 S2 is singular. Some BLAS bui
 numbers silently, so the root R is checked against R R = S1, and the eigenvalues l of M = R S2 R
 against sum l = tr M and sum l^2 = |M|^2.
 
-Two parts with n and k rows, means p and q, and sums of squares P and Q about these are merged by
+Two sets of n and k rows, with means p and q and sums of squares P and Q about them, are merged by
 (Chan, Golub, LeVeque 1979)
 
     mean p + k / (n + k) (q - p),    squares P + Q + n k / (n + k) (q - p)(q - p)^T
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_EXACT = 1e-9  # relative: eigenvalues in float64 are good to about D 2e-16
+_EXACT = 1e-9  # relative error; float64 eigenvalues are accurate to about D * 2e-16
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean float64 [D] and covariance float64 [D, D] (over N - 1) of N rows; N None: unknown."""
+    """Mean [D] and covariance [D, D] (over N - 1), float64; `count` is N, or None if unknown."""
 
     mean: Tensor
     covariance: Tensor
@@ -34,7 +34,7 @@ class Statistics:
 
 
 class RunningStatistics:
-    """Mean and covariance of rows that are added batch by batch, on their device."""
+    """Mean and covariance of rows that are added batch by batch; computed on the rows' device."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -48,7 +48,7 @@ class RunningStatistics:
         self.merge(len(rows), mean, centered.T @ centered)
 
     def merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
-        """Add a part by its number of rows, mean [D] and sum of squares about the mean [D, D]."""
+        """Add `count` rows, given by their mean [D] and sum of squares about the mean [D, D]."""
         if count == 0:
             return
         if self.count == 0:
@@ -68,7 +68,7 @@ class RunningStatistics:
 
 
 def frechet_distance(generated: Statistics, real: Statistics) -> float:
-    """Return d^2, see above. A `RuntimeWarning` tells if the value is doubtful."""
+    """Return the squared Fréchet distance d^2. A `RuntimeWarning` says if the value is doubtful."""
     for name, of in (("generated", generated), ("real", real)):
         if of.count is not None and of.count <= len(of.mean):
             _warn(
@@ -80,7 +80,7 @@ def frechet_distance(generated: Statistics, real: Statistics) -> float:
     kept = _clip(values)
     root = vectors * kept.sqrt() @ vectors.T
     error = torch.linalg.matrix_norm(root @ root - one)
-    # clipped eigenvalues are missing in the root
+    # clipped eigenvalues are missing from the root
     allowed = _EXACT * torch.linalg.matrix_norm(one) + torch.linalg.vector_norm(values - kept)
     product = _symmetric(root @ other @ root)
     values = torch.linalg.eigvalsh(product)

@@ -1,4 +1,4 @@
-"""The loss on held-out images at fixed draws, which compares runs image by image."""
+"""The loss on held-out images with fixed noise and levels, which compares runs image by image."""
 
 import hashlib
 import json
@@ -39,11 +39,11 @@ def held_out_loss(
     num_draws: int = 1,
     batch_size: int = HELD_OUT_IMAGES,
 ) -> tuple[float, list[float]] | None:
-    """Return the mean dense loss on held-out images, and its mean in each quarter of the draws by
+    """Return the mean loss without routing on held-out images, and its means over four quarters of
     rising noise level; None without held-out images.
 
-    The draws of level and noise, `num_draws` per image, depend only on the seed, so steps and
-    networks compare. `precision` is resolved, see `tread_zoo.runtime`.
+    Each image has `num_draws` levels and noises, which depend only on the seed, so steps and
+    networks can be compared. `precision` is a resolved one, see `tread_zoo.runtime`.
     """
     if data.held_out is None:
         return None
@@ -72,9 +72,9 @@ def held_out_loss(
 def held_out_record(
     objective: Objective, data: ImageData, *, seed: int, num_draws: int
 ) -> dict[str, Any]:
-    """Return what the held-out loss depends on apart from the network; {} without such images.
+    """Return what the held-out loss depends on besides the network; {} without held-out images.
 
-    `held_out_sha256` is the hash of the stored images in order, their labels or contexts, and the
+    `held_out_sha256` is a hash of the stored images in order, their labels or contexts, and the
     normalization of latents.
     """
     if data.held_out is None:
@@ -97,5 +97,5 @@ def held_out_record(
 
 def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, ...]:
     """Return `count` items of a data set as stored [n, …], with labels [n] or contexts [n, T, S].
-    They are evenly spaced: the first items of a sorted set are of few classes."""
+    They are evenly spaced, because the first items of a sorted data set have few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Images to score, read batch by batch: an array, a part of a data set, a folder, an .npz file.
+"""Images to score, read batch by batch from a tensor, a data set, a folder or an .npz file.
 
-Dimensions: N images, B of a batch, C channels, H height, W width.
+Dimensions: N images, B images in a batch, C channels, H height, W width.
 """
 
 import logging
@@ -29,23 +29,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size. `read` takes a range of step 1 and returns uint8 [B,C,H,W] on the CPU
-    and labels [B] or None."""
+    """Images of one size. `read` takes a range of indices, step 1, and returns uint8 [B,C,H,W] on
+    the CPU, and labels [B] or None."""
 
     name: str  # for records
     shape: tuple[int, ...]  # C, H, W
     count: int
     read: Callable[[range], tuple[Tensor, Tensor | None]]
-    num_classes: int = 0  # of the labels; 0 without labels
+    num_classes: int = 0  # 0 without labels
 
     def __len__(self) -> int:
         return self.count
 
 
 def open_images(images: "Images | Tensor | str | Path", field: str = "samples") -> Images:
-    """Return a tensor, a folder of pictures or an .npz file as `Images`; `field` is its setting. Of
-    files only headers are read. Raises ValueError for images of several sizes or of another
-    type."""
+    """Return a tensor, a folder of pictures or an .npz file as `Images`; errors name the setting
+    `field`. Only headers of files are read. Raises ValueError for images of several sizes or
+    another type."""
     if isinstance(images, Images):
         return images
     if isinstance(images, Tensor):
@@ -72,8 +72,8 @@ def part_images(
     count: int | None = None,
     device: torch.device | None = None,
 ) -> Images:
-    """Return `count` evenly spaced images (None: all) of a part of a data set. Latents are decoded
-    on `device`, by default the CPU. Corrupt items are replaced, as in training."""
+    """Return `count` evenly spaced images (None: all) of `part`, a split of `data`. Latents are
+    decoded on `device`, by default the CPU. Corrupt items are replaced, as in training."""
     place, codec = device or torch.device("cpu"), data.codec
     numbers = evenly_spaced(len(part), count)  # type: ignore[arg-type]
 
@@ -88,8 +88,8 @@ def part_images(
 
 
 def _open_folder(folder: Path, field: str) -> Images:
-    """Return the pictures of a folder and its sub-folders, sorted by name, on white; grey if all
-    are."""
+    """Return the pictures of a folder and its sub-folders, sorted by name. Transparency becomes
+    white; the images have one channel if all are grey."""
     from PIL import ExifTags, Image
 
     files = sorted(picture_files(folder, field))
@@ -97,8 +97,8 @@ def _open_folder(folder: Path, field: str) -> Images:
     channels, transparent = 1, 0
     for path in files:
         with Image.open(path, formats=picture_formats()) as picture:
-            exif = picture.getexif() if "exif" in picture.info else {}  # else decodes a PNG
-            turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # read upright
+            exif = picture.getexif() if "exif" in picture.info else {}  # else decodes all of a PNG
+            turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # sideways; `read` turns it
             sizes.setdefault(picture.size if turned else picture.size[::-1], path)
             channels = 1 if channels == 1 and picture.mode in ("1", "L", "LA") else 3
             transparent += picture.has_transparency_data
@@ -143,7 +143,7 @@ def _open_npz(file: Path, field: str) -> Images:
         stream.seek(begin + rows.start * size)  # seeking back reads from the start
         content = bytearray(stream.read(len(rows) * size))
         images = torch.frombuffer(content, dtype=torch.uint8).view(-1, height, width, channels)
-        # contiguous: for other strides a convolution takes another kernel, with other last bits
+        # contiguous: with other strides, convolutions choose other kernels and round differently
         images = images.permute(0, 3, 1, 2).flatten().view(-1, channels, height, width)
         return images, None if labels is None else labels[rows.start : rows.stop]
 
@@ -152,7 +152,7 @@ def _open_npz(file: Path, field: str) -> Images:
 
 
 def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
-    """Return labels int64 [count]. Raises ValueError for others than numbers of classes."""
+    """Return labels int64 [count]. Raises ValueError unless they are class numbers 0, 1, …."""
     labels, names = read_labels(values, where)
     if names or len(labels) != count or int(labels.min()) < 0:
         raise ValueError(
@@ -163,7 +163,7 @@ def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
 
 
 def pixel_shape(data: ImageData, device: torch.device) -> tuple[int, ...]:
-    """Return [C,H,W] of the images of a data set; of latents, by decoding one."""
+    """Return [C,H,W] of a data set's images; for latents, one is decoded to find out."""
     stored = (data.channels, *data.image_size)
     if not data.codec.decoded_by:
         return stored

@@ -3,15 +3,15 @@
     @register("metric", "mean_gap", better="lower")
     def mean_gap(generated, real): ...                 # features [N, D], [M, D] -> float
 
-A metric returns a float, or several by name. Its options are its keyword-only parameters. Without
-`real` it compares with nothing. Its `RuntimeWarning`s are recorded with the score. Metadata:
+A metric returns a float, or several by name. Its options are its keyword-only parameters. `real`
+may be left out. Its `RuntimeWarning`s are recorded with the score. Metadata:
 
     better        "lower" or "higher"
-    features      of the extractor: pooled (the default), spatial or logits
+    features      which features it takes: pooled (the default), spatial or logits
     statistics    True: takes mean and covariance, `Statistics`, instead of features; needs more
                   images than features
-    extractor     a shell pattern of the extractors that it is defined for
-    min_images    by default 2
+    extractor     a shell pattern for the names of allowed extractors
+    min_images    least number of images, by default 2
     labels        True: takes the labels [N] of generated images instead of real images
 
 Dimensions: N generated images, M real images, D features.
@@ -38,8 +38,8 @@ _DISTANCES_AT_ONCE = 100_000_000
 class FeatureSet:
     """Features of a set of images, by name; filled on the main process only."""
 
-    count: int | None = None  # N; None if a file of statistics does not say it
-    sha256: str | None = None  # of shape and hash of each image, or of a file of statistics
+    count: int | None = None  # N; None if a file of statistics does not contain it
+    sha256: str | None = None  # hash over all images, or of a file of statistics
     statistics: dict[str, Statistics] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N, D]
     labels: Tensor | None = None  # int64 [N]
@@ -47,7 +47,7 @@ class FeatureSet:
 
 @dataclass(frozen=True)
 class Metric:
-    """A registered metric with its options; for the metadata see the module's docstring."""
+    """A registered metric with its options; the module's docstring explains the metadata."""
 
     options: Mapping[str, Any]  # including the name
     function: Callable[..., Any]  # with the options bound
@@ -73,7 +73,7 @@ class Metric:
 
 
 def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
-    """Return metrics by their names, or by mappings with `name` and options; "auto" is `AUTO`.
+    """Return metrics from names, or from mappings with `name` and options; "auto" means `AUTO`.
     Raises ValueError for an unknown name or option, or a name that occurs twice."""
     metrics = []
     for part in AUTO if parts == "auto" else parts:
@@ -95,8 +95,8 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
 @register("metric", "sfid", better="lower", statistics=True, features="spatial")
 @register("metric", "fd_dinov2", better="lower", statistics=True, extractor="dinov2-*")
 def frechet(generated: Statistics, real: Statistics) -> float:
-    """Return the Fréchet distance: of any pooled features (Heusel et al. 2017), of Inception's
-    spatial ones (Nash et al. 2021), or of DINOv2's (Stein et al. 2023)."""
+    """Return the Fréchet distance between features: pooled (Heusel et al. 2017), Inception's
+    spatial ones (Nash et al. 2021), or DINOv2's (Stein et al. 2023)."""
     return frechet_distance(generated, real)
 
 
@@ -109,9 +109,9 @@ def kid(
     subset_size: Annotated[int, Field(ge=2)] = 1000,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Return the squared kernel distance, with a cubic kernel, and its standard deviation over
+    """Return the squared kernel distance with a cubic kernel, and its standard deviation over
     subsets (Bińkowski et al. 2018). It is unbiased and may be negative. Subsets have `subset_size`
-    images, at most those of the smaller set."""
+    images, or all images of the smaller set if that has fewer."""
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     size = min(subset_size, len(generated), len(real))
@@ -124,22 +124,22 @@ def kid(
 
 @register("metric", "precision", better="higher", min_images=4)
 def precision(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of generated images that lie in a real image's ball. Its radius is the
-    distance to its `num_neighbors`-th nearest real neighbour (Kynkäänniemi et al. 2019)."""
+    """Return the fraction of generated images within the ball of some real image. A ball's radius
+    is the distance to the `num_neighbors`-th nearest real image (Kynkäänniemi et al. 2019)."""
     return _coverage(generated, real, num_neighbors)
 
 
 @register("metric", "recall", better="higher", min_images=4)
 def recall(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of real images that lie in a generated image's ball: `precision` with the
-    sets exchanged."""
+    """Return the fraction of real images within the ball of some generated image: `precision` with
+    the sets exchanged."""
     return _coverage(real, generated, num_neighbors)
 
 
 @register("metric", "isc", better="higher", features="logits", min_images=10)
 def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dict[str, float]:
-    """Return the inception score of logits [N, classes], and its standard deviation over
-    `num_parts`: exp of the mean KL of p(class | image) from p(class) (Salimans et al. 2016)."""
+    """Return the inception score of logits [N, classes], exp of the mean KL divergence of
+    p(class | image) from p(class) (Salimans et al. 2016), and its std over `num_parts` parts."""
     from torch_fidelity.metric_isc import isc_features_to_metric
 
     values = isc_features_to_metric(generated, splits=num_parts, rng_seed=seed)
@@ -148,13 +148,13 @@ def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dic
 
 @register("metric", "label_accuracy", better="higher", features="logits", min_images=1, labels=True)
 def label_accuracy(generated: Tensor, labels: Tensor) -> float:
-    """Return the fraction of logits [N, classes] that are highest at the label, int64 [N]. Variety
-    does not count: one good image per class scores 1."""
+    """Return the fraction of images whose highest logit [N, classes] is at their label, int64 [N].
+    It ignores variety: one good image per class, repeated, scores 1."""
     return float((generated.argmax(dim=1) == labels).double().mean())
 
 
 def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
-    # Distances from products lose what a common mean far from 0 takes of float32.
+    # Center first: cdist uses products, which lose float32 digits if the mean is far from 0.
     mean = centers.double().mean(dim=0).to(centers.dtype)
     points, centers = points - mean, centers - mean
     rows = max(1, _DISTANCES_AT_ONCE // len(centers))

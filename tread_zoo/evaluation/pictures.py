@@ -1,4 +1,4 @@
-"""Pictures for people: grids of samples, their animation, the curves of a loss."""
+"""Pictures to look at: grids of samples, their animation, curves of losses."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _SMALLEST_SIDE = 64  # tiny images are enlarged to about this on a grid
-_COLUMNS, _ROWS, _TITLE_HEIGHT = 10, 10, 18  # of a grid at most; pixels
+_COLUMNS, _ROWS, _TITLE_HEIGHT = 10, 10, 18  # most columns and rows of a grid; pixels
 FRAMES, _FRAME_SIDE, _FRAME_MS, _LAST_FRAME_MS = 20, 360, 250, 2500
 
 
@@ -48,8 +48,8 @@ def draw_grid(images: Tensor, names: Sequence[str] = ()) -> "Image.Image":
     """Return up to ten rows of images uint8 [N, C, H, W] as one picture, row by row; tiny images
     are enlarged.
 
-    With `names`, of the class or prompt of each image, of which up to ten take turns, a column has
-    one of them and its name above.
+    `names` has the class or prompt of each image. If at most ten different names take turns, each
+    column shows one and has its name above.
     """
     from torchvision.transforms.functional import to_pil_image
     from torchvision.utils import make_grid
@@ -59,7 +59,7 @@ def draw_grid(images: Tensor, names: Sequence[str] = ()) -> "Image.Image":
     images = images[: columns * _ROWS]
     enlarge = max(1, _SMALLEST_SIDE // max(images.shape[2:]))
     enlarged = images.repeat_interleave(enlarge, 2).repeat_interleave(enlarge, 3)
-    grid = make_grid(enlarged, nrow=columns, pad_value=128)[: images.shape[1]]  # it makes grey RGB
+    grid = make_grid(enlarged, nrow=columns, pad_value=128)[: images.shape[1]]  # undo make_grid RGB
     picture, titled = to_pil_image(grid), 1 < count <= _COLUMNS and len(names) >= columns
     if titled and all(name == names[i % columns] for i, name in enumerate(names[: len(images)])):
         picture = _with_titles(picture, names[:columns])
@@ -69,11 +69,11 @@ def draw_grid(images: Tensor, names: Sequence[str] = ()) -> "Image.Image":
 
 
 def _with_titles(picture: "Image.Image", titles: Sequence[str]) -> "Image.Image":
-    """Return a grid with a line of text above its columns; longer ones are cut."""
+    """Return a grid with a title above each column; long titles are cut."""
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
-    file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # many scripts
+    file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # many alphabets
     font, width = ImageFont.truetype(str(file), 11), (picture.width - 2) // len(titles)
     taller = Image.new(picture.mode, (picture.width, picture.height + _TITLE_HEIGHT), "white")
     taller.paste(picture, (0, _TITLE_HEIGHT))
@@ -104,7 +104,7 @@ def save_animation(pictures: Sequence[Path], path: Path) -> None:
 
 
 def save_frames(frames: Sequence[Tensor], path: Path, names: Sequence[str] = ()) -> None:
-    """Write a GIF whose frames are grids of images, uint8 [N, C, H, W] each; `names` are as of
+    """Write a GIF whose frames are grids of images, uint8 [N, C, H, W] each; for `names` see
     `save_grid`."""
     with TemporaryDirectory() as folder:
         pictures = [Path(folder) / f"{i:06d}.png" for i in range(len(frames))]
@@ -116,8 +116,8 @@ def save_frames(frames: Sequence[Tensor], path: Path, names: Sequence[str] = ())
 def plot_losses(
     rows: Sequence[dict[str, float]], path: Path, names: Sequence[str] = ("loss", "held_out_loss")
 ) -> None:
-    """Plot each named value of metric rows against `step`, side by side. The title is the folder of
-    `path`; the format follows its suffix."""
+    """Plot each named value in lines of metrics.jsonl against `step`, side by side. The title is
+    the folder of `path`; its suffix sets the format."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -126,7 +126,7 @@ def plot_losses(
     figure.suptitle(path.absolute().parent.name, fontsize=11)
     for axes, name in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        dots = "held" in name or len(points) == 1  # a line of one point is not seen
+        dots = "held" in name or len(points) == 1  # a line with one point is invisible
         axes.plot(*zip(*points, strict=True) if points else ((), ()), marker="." if dots else "")
         title = name.replace("held_out", "held-out").replace("_", " ")
         title += " (dense, averaged weights)" if "held" in name else ""
@@ -135,7 +135,7 @@ def plot_losses(
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         values = [value for _, value in points]
         if values and min(values) > 0 and max(values) > 5 * min(values):
-            axes.set_yscale("log")  # with an alignment a loss may be negative
+            axes.set_yscale("log")  # alignment can make a loss negative
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")

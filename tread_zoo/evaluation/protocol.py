@@ -8,14 +8,14 @@ from typing import Any
 
 
 def _noted(default: Any = None) -> Any:
-    """Return a field that is recorded but not compared."""
+    """Return a dataclass field that is recorded but not compared."""
     return field(default=default, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """Everything that a score depends on. Scores with equal protocols compare. Noted fields, such
-    as the step and the precision, are not part of the comparison."""
+    """Everything that a score depends on. Scores with equal protocols can be compared. Fields made
+    by `_noted`, such as the step and the precision, may differ."""
 
     metrics: Sequence[Mapping[str, Any]] = ()  # with all options
     extractor: str | None = None  # None if no features were needed
@@ -25,15 +25,15 @@ class Protocol:
     image_size: Sequence[int] | None = None  # [H, W]
     channels: int | None = None
     uint8: str | None = None  # how samples became bytes
-    data: str | None = None  # of the training
-    reference: str | None = None  # the real images
+    data: str | None = None  # training data
+    reference: str | None = None  # real images
     num_reference: int | None = None
-    reference_sha256: str | None = None  # of their pixels, or of a file of statistics
+    reference_sha256: str | None = None  # hash of their pixels, or of a file of statistics
     labels: str | None = None  # how the samples' labels were chosen
-    seed: int | None = None  # of the samples' noise
+    seed: int | None = None  # seed of the samples' noise
     sampling: Mapping[str, Any] | None = None  # sampler and guidance
     weights: str | None = None  # `ema`, `model` or `ema:0.05`; None: unknown
-    decoder: Mapping[str, Any] | None = None  # of latents, with their normalization
+    decoder: Mapping[str, Any] | None = None  # decoder of latents, and their normalization
     samples_sha256: str | None = _noted()
     step: int | None = _noted()
     nfe: int | None = _noted()
@@ -42,7 +42,7 @@ class Protocol:
     device: str | None = _noted()
     torch: str | None = _noted()
     torch_fidelity: str | None = _noted()
-    notes: Sequence[str] = _noted(())  # on doubtful values
+    notes: Sequence[str] = _noted(())  # warnings about doubtful values
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Protocol":
@@ -58,6 +58,6 @@ class Protocol:
 
     @property
     def digest(self) -> str:
-        """Six hex digits for file names, equal for equal protocols."""
+        """Return six hex digits for file names, equal for equal protocols."""
         compared = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:6]

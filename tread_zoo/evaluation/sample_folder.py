@@ -2,14 +2,14 @@
 
     <folder>/000000.png …      for tools that read a folder of pictures
              samples.npz       arr_0 uint8 [N,H,W,C], arr_1 labels, numbers int64 [N]
-             latents.npz       in place of both if latents are not decoded: arr_0 float [N,C,h,w]
-             sampling.json     settings, checkpoint, cost of an image
+             latents.npz       instead of both if latents are not decoded: arr_0 float [N,C,h,w]
+             sampling.json     settings, checkpoint, cost per image
     <folder>_grid.png          100 images of the last call, outside the folder
 
 All images of a folder have the same settings: a set can be continued, but not mixed with another.
-Pictures are written batch by batch, so a set that was stopped goes on with those that are missing.
+Pictures are written batch by batch, so an interrupted set continues with the missing ones.
 
-Dimensions: B images of a call, N of a folder, C channels, H height, W width.
+Dimensions: B images per call, N images in the folder, C channels, H height, W width.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ def folder_name(settings: Mapping[str, Any]) -> str:
 
 
 class SampleFolder:
-    """A folder of samples with the same settings, plain values; `metadata` is recorded beside them.
-    Raises ValueError if the folder has samples of unknown settings or, unless `overwrite` replaces
-    them, of other settings."""
+    """A folder of samples with the same settings (plain values); `metadata` is recorded, too.
+    Raises ValueError if the folder has samples with unknown settings, or with other settings and
+    no `overwrite`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SampleFolder:
         return folder.with_name(f"{folder.name}_grid.png")
 
     def begin(self) -> None:
-        """Delete the samples that these replace, and write the record."""
+        """Delete the samples that will be replaced, and write the record."""
         for outdated in self._files() if self._replaces else ():
             outdated.unlink()
         self._replaces = False
@@ -87,7 +87,7 @@ class SampleFolder:
         write_text(self.path / RECORD, json.dumps(record, indent=2))
 
     def has(self, numbers: Iterable[int]) -> bool:
-        """Return whether all these images are there, and are not to be replaced."""
+        """Return whether all images with these numbers exist and will not be replaced."""
         return not self._replaces and all(self._picture(number).exists() for number in numbers)
 
     def save(self, numbers: Iterable[int], images: Tensor) -> None:
@@ -97,8 +97,8 @@ class SampleFolder:
     def finish(
         self, numbers: Sequence[int], labels: Tensor | None, names: Sequence[str] = ()
     ) -> None:
-        """Write the arrays of images that are there, with labels [B] or None, and a grid; `names`
-        are those of the images' classes or prompts."""
+        """Write samples.npz from the saved images, with labels [B] or None, and a grid; `names` are
+        the images' classes or prompts."""
         pictures = (np.asarray(Image.open(self._picture(number))) for number in numbers)
         images = np.stack([p if p.ndim == 3 else p[..., None] for p in pictures])
         self._save_arrays("samples.npz", numbers, images, labels)
@@ -119,7 +119,7 @@ class SampleFolder:
     def _save_arrays(
         self, name: str, numbers: Sequence[int], rows: Any, labels: Tensor | None
     ) -> None:
-        """Merge the arrays of these images into a file, sorted by number."""
+        """Merge the arrays of these images into the file `name`, sorted by number."""
         arrays = {"arr_0": rows, "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()

@@ -1,4 +1,4 @@
-"""Scores of images against a reference, with the protocol that they depend on.
+"""Scores of images against a reference, with the protocol: all that the scores depend on.
 
     score(images, reference, ["fid", "kid"])         arrays, folders, .npz files, samplers
 
@@ -7,7 +7,7 @@ that compare images one by one. If torch.distributed is initialized, every rank 
 Ranks take whole batches in turn, so features equal those of a single process to the bit. Rank 0 has
 the result.
 
-Dimensions: N images, B of a batch, C channels, H height, W width, D features.
+Dimensions: N images, B images in a batch, C channels, H height, W width, D features.
 """
 
 import fnmatch
@@ -44,23 +44,23 @@ _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 @dataclass(frozen=True)
 class Reference:
-    """The real images of a score, statistics of their features from a file, or both."""
+    """The real images that scores compare with, statistics of their features, or both."""
 
     name: str  # for records
     images: Images | None
     statistics: Mapping[str, Statistics] = field(default_factory=dict)  # by name of the features
-    file: Path = Path()  # of the statistics
-    extractor: str = INCEPTION  # of the statistics
+    file: Path = Path()  # file with the statistics
+    extractor: str = INCEPTION  # extractor that the statistics are from
 
     def statistics_of(self, extractor: Extractor) -> Mapping[str, Statistics]:
-        """Return the statistics of an extractor's features; empty if they are of another one."""
+        """Return the stored statistics if they are from this extractor, else an empty mapping."""
         return self.statistics if self.extractor in (extractor.name, extractor.label) else {}
 
 
 def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Reference:
-    """Return a reference: images as of `open_images`, or an .npz with statistics of their features,
-    named as in ADM's files: `mu`, `sigma`, of spatial features `mu_s`, `sigma_s`. If a file has
-    both, distances use the statistics. Raises ValueError if it has none of them."""
+    """Return a reference: whatever `open_images` accepts, or an .npz with statistics of features,
+    named as in ADM's files: `mu`, `sigma`; `mu_s`, `sigma_s` for spatial ones. If a file has
+    both, distances use the statistics. Raises ValueError if it has neither."""
     if isinstance(reference, Reference):
         return reference
     path = Path(reference).expanduser() if isinstance(reference, str | Path) else Path()
@@ -106,12 +106,12 @@ class Evaluation:
     metrics: tuple[Metric, ...]
     extractor: Extractor | None  # None if no features are needed
     reference: Reference
-    not_scored: str = ""  # metrics that are left out, and why
-    auto: bool = False  # leave out metrics that do not fit; else they raise
+    not_scored: str = ""  # which metrics are left out, and why
+    auto: bool = False  # leave out metrics that do not fit, instead of raising
 
     def fit(self, count: int, shape: tuple[int, ...], num_classes: int) -> "Evaluation":
-        """Return the evaluation of `count` images of `shape` [C,H,W] with labels of `num_classes`.
-        Nothing is read. Raises ValueError if these metrics cannot be computed."""
+        """Return this evaluation, checked for `count` images of `shape` [C,H,W] with `num_classes`
+        classes. Reads no images. Raises ValueError if the metrics cannot be computed."""
         extractor, real = self.extractor, self.reference.images
         if extractor is None:
             return self
@@ -142,7 +142,7 @@ class Evaluation:
         )  # fmt: skip
 
     def _compared(self, extractor: Extractor) -> list[Metric]:
-        """Return the metrics that need the reference's images."""
+        """Return the metrics that need the reference's images, because statistics do not do."""
         stored = self.reference.statistics_of(extractor)
         return [
             metric
@@ -160,7 +160,7 @@ class Evaluation:
         cache: dict[str, Any] | None = None,
         **metadata: Any,
     ) -> dict[str, Any]:
-        """Return `{"values": …, "real": …, "protocol": …}` of the images, as `score` does. `cache`
+        """Return `{"values": …, "real": …, "protocol": …}` for the images, as `score` does. `cache`
         keeps what does not depend on them: the reference's features and "real"."""
         cache = {} if cache is None else cache
         extractor, metrics, network = self.extractor, self.metrics, None
@@ -202,7 +202,7 @@ class Evaluation:
         return record | ({"not_scored": self.not_scored} if self.not_scored else {})
 
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
-        """Return the reference's features, with statistics from its file as far as it has them."""
+        """Return the reference's features; statistics come from its file if that has them."""
         compared = self._compared(self.extractor) if self.extractor else []
         computed, real = FeatureSet(), self.reference.images
         if compared and real is not None:
@@ -228,22 +228,21 @@ def score(
     dinov2_weights: str | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
-    """Return `{"values": {name: float}, "real": …, "protocol": …}` of images against a reference.
+    """Return `{"values": {name: float}, "real": …, "protocol": …}`: scores against a reference.
 
     Args:
         images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or an `Images`.
-        reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels for
-            extractors of colour.
+        reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels if
+            the extractor needs colour.
         metrics: names, or mappings with `name` and options; auto is fid, kid, precision and recall,
             as far as extractor, reference and number of images allow.
-        extractor, inception_weights, dinov2_weights: as of `find_extractor`.
+        extractor, inception_weights, dinov2_weights: see `find_extractor`.
         batch_size: images per batch.
-        device: of the extractor.
+        device: where the extractor runs.
         metadata: further fields of `Protocol`.
 
     Raises:
-        ValueError: images, reference, metrics and extractor do not fit each other, or weights are
-            missing.
+        ValueError: images, reference, metrics and extractor do not match, or weights are missing.
     """
     source = open_images(images)
     network = find_extractor(extractor, inception_weights, dinov2_weights)
@@ -262,8 +261,8 @@ def extract(
     rows: Collection[str] = (),
     batch_size: int,
 ) -> FeatureSet:
-    """Return the features of all images: the statistics of those named in `statistics`, and every
-    row of those named in `rows`. One batch of images is in memory at a time."""
+    """Return features of all images: statistics for the names in `statistics`, and one row per
+    image for the names in `rows`. Only one batch of images is in memory at a time."""
     rank, world = rank_and_number()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
@@ -305,7 +304,7 @@ def extract(
 def _values(
     generated: FeatureSet, reference: FeatureSet, metrics: Iterable[Metric]
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the values and the metrics' warnings; empty except on the main process."""
+    """Return the metrics' values and warnings; both empty except on the main process."""
     values: dict[str, float] = {}
     notes: list[str] = []
     for metric in metrics if rank_and_number()[0] == 0 else ():
@@ -384,8 +383,8 @@ def _gather(part: Any) -> list[Any]:
 
 @contextmanager
 def _leaving_together() -> Iterator[None]:
-    """Raise the `SystemExit` of one rank, which a signal causes, on all of them: no rank waits
-    forever for another."""
+    """If a signal raises `SystemExit` on one rank, raise it on all ranks: none waits forever for
+    another."""
     ended: SystemExit | None = None
     try:
         yield
