@@ -1,4 +1,4 @@
-"""Compare settings: grids of processes, their runs as tables, one report."""
+"""Comparisons of settings: run a grid of processes, read the runs as tables, write one report."""
 
 from tread_zoo.comparison.grid import Cell, check_same_commands, expand, run_cells
 from tread_zoo.comparison.report import write_report

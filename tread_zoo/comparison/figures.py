@@ -28,26 +28,26 @@ COLOURS = (
     "#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b",
     "#76818e", "#9a5b2f", "#7fb53a", "#5a5fd0",
 )  # fmt: skip
-DASHES = ("--", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # of routed settings
-PLACES = [  # of a name relative to its point, in points, nearest first
+DASHES = ("--", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # for routed settings
+PLACES = [  # offsets of a name from its point, in typographic points, nearest first
     (across * far, up * far - 3)
     for far, across, up in product((9, 18, 30, 44), (1, -1), (0.6, -1.2, 0, 2, -2))
 ]
-THEME = (  # of an SVG file
+THEME = (  # style of an SVG file
     "<style>svg{color:#1d2126}text{paint-order:stroke;stroke:#fff;stroke-width:2px}@media"
     "(prefers-color-scheme:dark){svg{color:#e4e7eb}text{stroke:#15181c}}</style>"
 )
 
 
 class Axis(NamedTuple):
-    """A scale that cells of a table share. Positions are in per cent of the cell's width."""
+    """A scale that cells of a table share. Positions are percentages of the cell's width."""
 
     low: float
     high: float
 
     @classmethod
     def over(cls, values: Sequence[Interval], mark: float) -> "Axis":
-        """Return an axis that spans the means, `mark` and narrow intervals; wide ones are cut."""
+        """Return an axis that spans the means, `mark` and narrow intervals, but not wide ones."""
         inside = [v for v in (mark, *(one.mean for one in values)) if math.isfinite(v)] or [0.0]
         reach = (max(inside) - min(inside)) or abs(inside[0]) or 1.0
         ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
@@ -68,12 +68,12 @@ class Axis(NamedTuple):
 class Look(NamedTuple):
     """How a setting is drawn."""
 
-    number: int  # of the colour
-    name: str  # of the colour: the backbone, or the setting
+    number: int  # index of the colour
+    name: str  # what the colour stands for: the backbone, or the setting
     colour: str
     dash: Any = "-"
     marker: str = "o"
-    fill: str = "none"  # of the marker
+    fill: str = "none"  # fill colour of the marker
 
     def options(self, title: str = "", **options: Any) -> dict[str, Any]:
         """Return options of matplotlib's `plot`. `as_svg` turns the gid into class and title."""
@@ -108,8 +108,8 @@ def looks(settings: Sequence[Setting]) -> dict[str, Look]:
 
 
 def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> "Figure":
-    """Return a plot of column `y` of the runs, a score, against `x`, a cost or score: small points
-    are runs, large ones means; `arrows` lead from each dense setting to its routed ones."""
+    """Return a plot of a score, column `y` of the runs, against a cost or score, column `x`. Small
+    points are runs, large points means; `arrows` lead from dense settings to their routed ones."""
     figure, axes = _new_figure((5.8, 4.2))
     points: dict[str, tuple[float, float]] = {}
     style = looks(settings)
@@ -143,8 +143,8 @@ def draw_lines(
     label: str,
     limits: tuple[float, float] | None = None,
 ) -> "Figure":
-    """Return a plot of tables by name, with the columns step, y, and low and high of a band. With
-    `limits` of the y axis it is small and has a line at 0."""
+    """Return a plot with one line per table, which has columns step, y, and low and high of a band.
+    With `limits` for the y axis the plot is small and has a line at 0."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, axes = _new_figure((3.4, 2.4) if limits else (5.8, 3.6))
@@ -217,8 +217,8 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> None:
-    """Write the name of each colour beside its last point: at the nearest place that covers no name
-    and the fewest points, with a line to the point."""
+    """Write the name of each colour near its last point, with a line to the point: at the nearest
+    position that covers no other name and the fewest points."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # now positions are known
@@ -251,7 +251,7 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
-    """Make an axis logarithmic if its values span a factor of three; label it by plain numbers."""
+    """Make an axis logarithmic if its values span a factor of three. Labels are plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)] or [1.0]

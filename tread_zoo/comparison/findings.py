@@ -1,8 +1,8 @@
 """Results of runs as tables: settings, their scores, and what routing changes at equal budgets.
 
-A setting is a group of runs that differ only in seed. Differences are taken between runs of equal
-seeds at equal budgets: the smallest that any of them spent, at which the curves of the others are
-interpolated linearly.
+A setting is a group of runs that differ only in seed. Differences are between runs with equal seeds
+at an equal budget, the smallest that any of them spent; the curves of runs that spent more are
+interpolated linearly there.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from tread_zoo.registry import available, get_entry
 
 HELD_OUT = "held_out_loss"
 DEPTH = "backbone.depth"
-FAR = 10  # times the distance of real images: samples that show nothing
+FAR = 10  # samples that are this many times farther than real images are at chance
 SAME = 0.01  # budgets that differ by less are equal
-BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # of runs -> of curves
+BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # runs' column -> curves'
 NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
 COSTS = {
     "parameters": "parameters",
@@ -47,12 +47,12 @@ class Setting:
     label: str  # unique in the table
     backbone: str
     is_dense: bool  # trained without routes
-    choices: Mapping[str, Any]  # values of the fields, routing apart, in which runs differ
+    choices: Mapping[str, Any]  # values of the fields, except routing, in which runs differ
     runs: pd.DataFrame  # rows of `read_runs`
 
     def dense_of(self, settings: "Sequence[Setting]") -> "Setting | None":
-        """Return the dense setting to compare this routed one with: of the same backbone, and equal
-        in every field in which dense settings differ."""
+        """Return the dense setting to compare this routed one with: it has the same backbone and is
+        equal in every field in which dense settings differ."""
         if self.is_dense:
             return None
         dense = [s for s in settings if s.is_dense and s.backbone == self.backbone]
@@ -61,7 +61,7 @@ class Setting:
         return alike[0] if len(alike) == 1 else None
 
     def shallower(self, settings: "Sequence[Setting]") -> "list[Setting]":
-        """Return the dense settings that differ from the dense one in having fewer blocks."""
+        """Return the dense settings that are like `dense_of`, but have fewer blocks."""
         dense, depth = self.dense_of(settings), self.choices.get(DEPTH)
         if dense is None or depth is None:
             return []
@@ -72,25 +72,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """One setting of a row."""
+    """One setting in a `Row`."""
 
     kind: str  # dense, routed, or the number of blocks
     setting: Setting
     score: Interval  # over seeds
     is_at_chance: bool
-    # of a routed setting: dense ones, first that of equal depth, and the difference by budget
+    # for a routed setting: dense ones, equal depth first, each with the differences by budget
     less: Sequence[tuple[Setting, Mapping[str, Interval | None]]] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """A dense setting, its routed one, and dense ones of fewer blocks; or one setting alone."""
+    """A dense setting with its routed one and dense ones of fewer blocks; or a single setting."""
 
     name: str
     lines: Sequence[Line]
 
     def best(self, metric: str) -> Line | None:
-        """Return the line of the best score, or None if all samples are at chance."""
+        """Return the line with the best score, or None if all samples are at chance."""
         sign = -1 if direction(metric) == "higher" else 1
         ranked = [line for line in self.lines if not line.is_at_chance]
         return min(ranked, key=lambda line: sign * line.score.mean, default=None)
@@ -104,14 +104,14 @@ def direction(metric: str) -> str | None:
 
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return the scores that all runs have by one protocol, distances first and the held-out loss
-    last, and notes on the others.
+    """Return the scores that all runs share under one protocol, and notes on the other scores.
+    Distances come first, the held-out loss last.
 
-    Sampler, guidance and weights may differ: they are shown as settings. The held-out loss depends
-    only on the data and `held_out`.
+    Sampler, guidance and weights may differ: they are reported as settings. The held-out loss
+    depends only on the data and `held_out`.
 
     Raises:
-        ValueError: no score is left.
+        ValueError: the runs share no score.
     """
     noted = {field.name for field in dataclasses.fields(Protocol) if not field.compare}
     protocols = [flatten(protocol or {}) for protocol in runs.protocol]
@@ -141,15 +141,15 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings in order of appearance. Labels leave out the values that most of them
+    """Return the settings in order of appearance. A label leaves out values that most settings
     share."""
     fields = runs.attrs["settings"]
-    values = runs[fields].map(repr)  # comparable, whatever the type of a setting
+    values = runs[fields].map(repr)  # comparable for any type
     others = [f for f in fields if f not in ("backbone", "routing")]
     counts = values.groupby(["backbone", "routing"])[others].nunique()
     extra = [field for field in others if (counts[field] > 1).any()]
     distinct = values.drop_duplicates()
-    has_it = {f: runs[f].notna().loc[distinct.index] for f in extra}  # other methods have others
+    has_it = {f: runs[f].notna().loc[distinct.index] for f in extra}  # options differ by method
     usual = {f: _most_have(distinct[f][has_it[f]]) for f in extra}
     settings = list[Setting]()
     for _, rows in runs.groupby([values[f] for f in fields], sort=False):
@@ -177,7 +177,7 @@ def _plain(value: Any) -> str:
 
 
 def _most_have(values: Iterable[str]) -> str | None:
-    """Return the value that makes up more than half, or None."""
+    """Return the value that occurs more than half of the time, or None."""
     counts = Counter(values)
     return next((value for value in counts if 2 * counts[value] > counts.total()), None)
 
@@ -186,8 +186,8 @@ def values_at_equal(
     runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
 ) -> pd.Series | None:
     """Return each run's score at the smallest budget that any of them spent, indexed as `runs`;
-    None if it was not measured, or if seconds are of several machines. `axis` is steps, flops or
-    seconds; `runs` and `curves` are as of `read_runs` and `read_curves`."""
+    None if it was not measured, or if seconds come from several machines. `axis` is steps, flops or
+    seconds; `runs` and `curves` come from `read_runs` and `read_curves`."""
     spent = runs[axis]
     if spent.isna().any() or (axis == "seconds" and runs.machine.nunique() > 1):
         return None
@@ -195,7 +195,7 @@ def values_at_equal(
     if spent.max() <= budget * (1 + SAME):
         return runs[metric]
     of_metric = curves[(curves.metric == metric) & curves.folder.isin(runs.folder)]
-    for _, of_source in sorted(of_metric.groupby("source"), reverse=True):  # the log's come last
+    for _, of_source in sorted(of_metric.groupby("source"), reverse=True):  # scores first
         values = {}
         for run in runs.itertuples():
             points = of_source[of_source.folder == run.folder].sort_values("step")
@@ -210,7 +210,7 @@ def values_at_equal(
 def difference(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
 ) -> Interval | None:
-    """Return routed less dense over the seeds of both at an equal budget; None if not measured."""
+    """Return routed minus dense at an equal budget, over common seeds; None if not measured."""
     values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
     if values is None or not np.isfinite(values.astype(float)).all():
         return None
@@ -222,8 +222,8 @@ def difference(
 
 
 def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return the columns step, y (mean), low and high (smallest and largest seed) at each step that
-    all runs of a setting measured. Scores take precedence over the log."""
+    """Return a table of step, y (mean), low and high (extremes over seeds) for each step that all
+    runs of a setting measured. Scores take precedence over the log."""
     points = curves[(curves.metric == metric) & curves.folder.isin(setting.runs.folder)]
     by_step = points[points.source == points.source.max()].groupby("step").value
     rows = by_step.agg(y="mean", low="min", high="max", n="count").reset_index()
@@ -233,8 +233,8 @@ def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
 def differences_on_the_way(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str
 ) -> pd.DataFrame:
-    """Return routed less dense over the seeds of both at each step that was scored: the columns
-    step, y (mean), low, high and interval."""
+    """Return routed minus dense at each scored step, over common seeds: a table of step, y (mean),
+    low, high and interval."""
     scored = curves[(curves.source == "score") & (curves.metric == metric)]
     table = scored.pivot_table(index="step", columns="folder", values="value")
     first, second = (
@@ -248,14 +248,14 @@ def differences_on_the_way(
 
 
 def is_distance(metric: str) -> bool:
-    """Return whether a score is a registered metric of which lower is better."""
+    """Return whether a score is a registered metric for which lower is better."""
     return metric in available("metric") and direction(metric) == "lower"
 
 
 def at_chance(runs: pd.DataFrame, metric: str) -> bool:
-    """Return whether one of the runs has meaningless samples: their label accuracy is within three
-    standard deviations of chance or, where it has none, `metric` is a distance of over ten times
-    real images'."""
+    """Return whether one of the runs has meaningless samples. Their label accuracy is at most three
+    standard deviations above chance or, if it was not measured, their distance `metric` is over ten
+    times that of real images."""
     chance = 1 / runs.num_classes.clip(lower=1)
     drawn = runs.protocol.map(lambda protocol: (protocol or {}).get("num_generated", math.inf))
     read = runs.get("label_accuracy", pd.Series(math.nan, runs.index))
@@ -268,8 +268,8 @@ def at_chance(runs: pd.DataFrame, metric: str) -> bool:
 def make_rows(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str, budgets: Iterable[str]
 ) -> list[Row]:
-    """Return the settings as rows, best `metric` first and samples at chance last. A dense setting,
-    its only routed one and dense ones of fewer blocks share a row."""
+    """Return the settings as rows, best `metric` first, samples at chance last. A dense setting
+    shares a row with its only routed one and with dense ones of fewer blocks."""
     dense_of = {s.label: s.dense_of(settings) for s in settings}
     shallower = {s.label: s.shallower(settings) for s in settings}
     shallow = {less.label for others in shallower.values() for less in others}
@@ -300,7 +300,7 @@ def make_rows(
 
 
 def short_names(settings: Sequence[Setting]) -> dict[str, str]:
-    """Return names of settings by label, without the parts that all of them share."""
+    """Return short names of settings by label, without what all of them share."""
     if len(settings) == 1 or len({s.backbone for s in settings}) > 1:
         return {s.label: s.label for s in settings}
     rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
@@ -311,10 +311,10 @@ def short_names(settings: Sequence[Setting]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A setting's score over that of its dense network."""
+    """The ratio of a setting's score to its dense setting's."""
 
     log: Interval  # the logarithm of the ratio
-    dissent: str = ""  # the verdict of the second distance, where it is another
+    dissent: str = ""  # the verdict of the second distance, if it differs
 
     @property
     def ratio(self) -> float:
@@ -331,16 +331,15 @@ class Ratio:
 def ratios_to_dense(
     settings: Sequence[Setting], metrics: Sequence[str]
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
-    """Return the columns, which are backbones and lastly `all`, and the ratios by method, lowest
-    first: the score of each routed or shallower setting over that of its dense network.
+    """Return the columns (backbones, then `all`) and a row of ratios per method, lowest first: the
+    score of each routed or shallower setting divided by its dense setting's.
 
-    `all` is the mean over three backbones or more, which are then the sample. Nothing is returned
-    of a single ratio.
+    `all` is the mean over three backbones or more, with backbones as the sample. A single ratio
+    gives an empty table.
 
     Args:
-        settings: as trained, so by default at equal steps; at equal FLOPs if
-            `training.num_flops` was set.
-        metrics: one or two distances: that which decides, and that which may dissent.
+        settings: as trained: at equal steps or, if `training.num_flops` was set, equal FLOPs.
+        metrics: one or two distances: the first decides, the second may dissent.
     """
     found: dict[str, dict[str, Ratio]] = {}
     for setting in settings:
@@ -363,7 +362,7 @@ def ratios_to_dense(
 
 
 def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | None:
-    """Return the ratio in the first metric, or None if it has none."""
+    """Return the ratio in the first metric, or None if it cannot be computed."""
     logs = [_log_ratio(setting, dense, metric) for metric in metrics]
     if logs[0] is None:
         return None
@@ -373,9 +372,9 @@ def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | 
 
 
 def _log_ratio(setting: Setting, dense: Setting, metric: str) -> Interval | None:
-    """Return the logarithm of the ratio of two settings' scores; None if one is not positive."""
+    """Return the log of the ratio of two settings' scores, or None if one is not positive."""
     scores = [s.runs.set_index("seed")[metric].astype(float) for s in (setting, dense)]
-    paired = setting.choices.get(DEPTH) == dense.choices.get(DEPTH)  # then weights start alike
+    paired = setting.choices.get(DEPTH) == dense.choices.get(DEPTH)  # equal initial weights
     common = len(scores[0].index.intersection(scores[1].index)) or not paired
     positive = all((values > 0).all() for values in scores)
     return log_ratio(*scores, paired=paired) if common and positive else None
@@ -396,8 +395,8 @@ def _worded(ratio: Ratio | None) -> str:
 
 
 def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:
-    """Return a line for each setting: mean and 95 % interval of the score over seeds, and of routed
-    less dense at each budget, with the verdict."""
+    """Return a line per setting: mean and 95 % interval over seeds of the score, and of routed
+    minus dense at each budget, with a verdict."""
     better = direction(metric) or "lower"
     table = []
     for line, name in ((line, row.name) for row in rows for line in row.lines):
@@ -417,8 +416,8 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
 
 
 def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
-    """Return mean ± standard deviation over seeds for each setting, and a row of real images if
-    these were scored."""
+    """Return mean ± standard deviation over seeds for each setting, and a row for real images if
+    they were scored."""
     runs = pd.concat([setting.runs for setting in settings])
     costs = [name for name in COSTS if runs[name].notna().any()]
     costs = [c for c in costs if c != "flops_per_sample" or runs[c].nunique() > 1]
@@ -438,8 +437,8 @@ def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
 def contribution_table(
     settings: Sequence[Setting],
 ) -> list[tuple[str, list[tuple[float, bool]], list[str]]]:
-    """Return for each measured setting: its label, (contribution, is routed) of each block, and the
-    contributions of ranges as text. Means over seeds."""
+    """Return (label, blocks, ranges) of each measured setting, means over seeds: per block its
+    contribution and whether it is routed; per range its contribution as text."""
     rows = []
     for setting in settings:
         columns = setting.runs.filter(regex=r"^contribution_").dropna(axis=1, how="all")
@@ -471,7 +470,7 @@ def words(metric: str) -> str:
 
 
 def si(value: float, place: object = None) -> str:
-    """Return a number with an SI prefix from ten thousand on, as in 1.5T."""
+    """Return a number as text, from ten thousand on with an SI prefix as in 1.5T."""
     for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{letter}"

@@ -1,7 +1,7 @@
-"""Grids of processes: every combination of swept overrides, each one a command of its own.
+"""Grids of processes: one command for every combination of swept overrides.
 
-A cell whose result exists is skipped, and one that was interrupted continues, so the same command
-resumes a grid. Cells end with the process that started them; on Linux also if that is killed.
+A cell whose result exists is skipped, and an interrupted one continues, so the same command resumes
+a grid. Cells end with the process that started them; on Linux, even if that is killed.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from tread_zoo.data.files import write_text
 from tread_zoo.runs.folder import is_locked
 
 POLL_S = 0.2
-PATIENCE_S = 60.0  # for a process that ends, which may be saving
+PATIENCE_S = 60.0  # time for a process to end: it may be saving
 SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 
@@ -39,8 +39,8 @@ class Cell:
     name: str  # a file name, unique in the grid
     choices: Mapping[str, str]  # the swept values by field: {"backbone": "dit_tiny", "seed": "0"}
     command: tuple[str, ...]
-    result: Path  # the file that it writes if it ends well
-    log: Path  # its output
+    result: Path  # the file that it writes when it succeeds
+    log: Path  # file with its output
 
 
 def expand(
@@ -48,15 +48,15 @@ def expand(
 ) -> list[tuple[dict[str, str], list[str]]]:
     """Return (choices, overrides) of every combination of the swept values, each once.
 
-    The first seed of all settings comes before the second of any, so that a comparison that is
-    stopped early has results for each.
+    All settings run with their first seed before any runs with a second, so that a comparison that
+    is stopped early has results for each.
 
     Args:
-        grids: values by field, each grid swept on its own.
-        fixed: overrides that all have.
+        grids: values by field; each grid is swept on its own.
+        fixed: overrides of all commands.
 
     Raises:
-        ValueError: a field that the comparison sets, or no cell at all.
+        ValueError: a field is set by the comparison itself, or there are no cells.
     """
     fields = [field for grid in grids for field in grid]
     for field in (*fields, *(text.partition("=")[0].lstrip("+~") for text in fixed)):
@@ -76,7 +76,7 @@ def expand(
 
 
 def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
-    """Check the cells against `out`/cells.json, the commands that made this folder; add them to it.
+    """Check the cells against earlier commands in `out`/cells.json, and add them to that file.
 
     Raises:
         ValueError: a cell of the same name was run with other overrides.
@@ -106,22 +106,22 @@ def run_cells(
     devices: Sequence[str] = (),
     stream: TextIO | None = None,
 ) -> dict[str, str]:
-    """Run the cells that have no result yet, and return the reason of each failure by name.
+    """Run the cells that have no result yet, and return the reason for each failure by name.
 
-    Ctrl-C ends the processes, which save their state, and is raised again. A cell that another
-    process trains is waited for: it may be saving because its comparison was killed.
+    Ctrl-C ends the processes, which save their state, and is raised again. If another process is
+    still training a cell, wait for it: it may be saving because its comparison was killed.
 
     Args:
         cells: the grid.
         jobs: processes at a time.
-        devices: for CUDA_VISIBLE_DEVICES; with several, cells that run together take turns.
-        stream: where a line with the scores of each cell goes, on a terminal above a progress bar
-            that shows the last line of a cell's log; None is the standard output.
+        devices: values for CUDA_VISIBLE_DEVICES, which cells that run together share out.
+        stream: receives a line with the scores of each cell; None: standard output. A terminal
+            also gets a progress bar with the last line of a cell's log.
     """
     stream = stream or sys.stdout
     done = [cell for cell in cells if cell.result.exists()]
     waiting = deque(cell for cell in cells if cell not in done)
-    running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
+    running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by slot, 0 … jobs - 1
     failed, awaited = dict[str, str](), set[str]()
     bar = tqdm(total=len(cells), initial=len(done), unit="cell", file=stream, dynamic_ncols=True,
                disable=not stream.isatty())  # fmt: skip
@@ -145,7 +145,7 @@ def run_cells(
                     if cell.name not in awaited:
                         say(cell, "another process trains it: waiting until that ends")
                     awaited.add(cell.name)
-                elif cell.result.exists():  # of that process
+                elif cell.result.exists():  # the other process finished
                     bar.update()
                     say(cell)
                 else:
@@ -187,7 +187,7 @@ def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subpro
             env=environment, start_new_session=True, pass_fds=(alive,),
         )  # fmt: skip
     if sys.platform == "linux":
-        # Once `ours` is closed, by this process or by its death, the cell's group gets SIGTERM.
+        # When this process closes `ours` or dies, the cell's process group gets SIGTERM.
         fcntl.fcntl(alive, fcntl.F_SETOWN, -process.pid)
         fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGTERM)
         fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC)
@@ -197,7 +197,7 @@ def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subpro
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of a log, or the text of a progress bar at its end."""
+    """Return the last line of a log, or the last state of a progress bar in it."""
     if not log.exists():
         return ""
     with log.open("rb") as stream:
@@ -207,7 +207,7 @@ def _last_line(log: Path) -> str:
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Terminate processes with their children; kill them after a while or a second Ctrl-C."""
+    """Terminate processes and their children; kill them after a timeout or a second Ctrl-C."""
     deadline = time.monotonic() + PATIENCE_S
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:

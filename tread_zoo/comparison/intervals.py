@@ -1,9 +1,9 @@
-"""Verdicts on differences: Student's t over training seeds, and one word for the interval.
+"""Verdicts on differences: Student's t interval over training seeds, and a word for the result.
 
     mean ± t s / sqrt(n)        t of n-1 degrees of freedom, two-sided 95 %; n = 3 has t = 4.3
 
-The sample is the training seeds: draws of a score's noise within a seed are averaged first. So one
-pair of trainings settles nothing, however often it is scored.
+The sample is the training seeds: repeated scores of one seed are averaged first. So a single pair
+of trainings settles nothing, however often it is scored.
 """
 
 import math
@@ -26,33 +26,33 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """The lower end."""
+        """The lower end of the interval."""
         return self.mean - self.half
 
     @property
     def high(self) -> float:
-        """The upper end."""
+        """The upper end of the interval."""
         return self.mean + self.half
 
     def text(self, *, signed: bool = False) -> str:
-        """Return the mean and, of two values or more, the ends of the interval in brackets."""
+        """Return the mean and, if n > 1, the ends of the interval in brackets."""
         form = "+.3g" if signed else ".4g"
         ends = f" [{self.low:{form}}, {self.high:{form}}]" if self.n > 1 else ""
         return f"{self.mean:{form}}{ends}"
 
     def plus_minus(self, digits: int, *, signed: bool = True) -> str:
-        """Return the mean and, of two values or more, ± half of the interval."""
+        """Return the mean and, if n > 1, ± half the width of the interval."""
         mean = f"{self.mean:{'+' if signed else ''}.{digits}f}"
         return f"{mean} ± {self.half:.{digits}f}" if self.n > 1 else mean
 
     def judged(self, better: str, digits: int = 2) -> str:
-        """Return a difference by `plus_minus`; where it is settled, bold and with its verdict."""
+        """Return the difference as `plus_minus` does; a settled one is bold and has its verdict."""
         text, verdict = self.plus_minus(digits), self.verdict(better)
         return text if verdict == "not settled" else f"**{text}** {verdict}"
 
     def verdict(self, better: str) -> str:
-        """Return the verdict on a difference in a metric that is better `lower` or `higher`: not
-        settled if the interval holds 0, else ahead or behind."""
+        """Return the verdict on a difference: "not settled" if the interval contains 0, else
+        "ahead" or "behind". `better` says whether `lower` or `higher` values are better."""
         if self.low <= 0 <= self.high:
             return "not settled"
         return "ahead" if (self.mean > 0) == (better == "higher") else "behind"
@@ -66,8 +66,8 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def differences(first: pd.Series, second: pd.Series) -> pd.Series:
-    """Return first less second for each common training seed, the mean over its common draws. Both
-    are indexed by (seed, draw)."""
+    """Return first minus second for each common training seed, averaged over common draws. Both are
+    indexed by (seed, draw), where draws are repeated scores."""
     return (first - second).dropna().groupby(level=0).mean()
 
 
@@ -76,9 +76,9 @@ def log_ratio(first: pd.Series, second: pd.Series, *, paired: bool) -> Interval:
     interval; exp(±x) bounds the ratio itself.
 
     Args:
-        first, second: by training seed.
-        paired: equal seeds start from equal weights, as networks of one depth do, so their
-            differences are taken; else Welch's interval of the two means.
+        first, second: scores indexed by training seed.
+        paired: take differences per seed, for networks that start from equal weights, as networks
+            of one depth do; else Welch's interval of the two means.
     """
     logs = [series.dropna().map(math.log) for series in (first, second)]
     if paired:

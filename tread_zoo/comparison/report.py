@@ -21,7 +21,7 @@ from tread_zoo.data.files import printable, without_paths, write_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = 3  # samples in a row of the first table, of those in a run's picture
+SHOWN = 3  # samples of a run in the first table, cut from its grid
 
 
 def write_report(
@@ -38,15 +38,15 @@ def write_report(
     `figures/*.svg` to the folder `out`, and return the markdown.
 
     Args:
-        runs, curves: of `read_runs` and `read_curves`. Several rows of a run are its scores by
-            several guidances or samplers; their cost is that of a sample.
+        runs, curves: from `read_runs` and `read_curves`. A run with several rows was scored with
+            several guidances or samplers; its cost is then that of sampling.
         out, title: folder; first line.
         command: the command that made the runs, or "".
-        metric: the score that decides; None is the first distance that all runs have.
+        metric: the score that decides; None: the first distance that all runs have.
         failed: reasons of failures by name, for the notes.
 
     Raises:
-        ValueError: no run was scored, or the runs have no score that compares.
+        ValueError: no run was scored, or the runs share no score.
     """
     ended, metrics, notes = _comparable(runs, failed or {})
     if metric is not None and metric not in metrics:
@@ -94,7 +94,7 @@ def write_report(
 def _comparable(
     runs: pd.DataFrame, failed: Mapping[str, str]
 ) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """Return the runs that have ended, each once, their common scores, and notes on the others."""
+    """Return the finished runs without duplicates, their common scores, and notes on the others."""
     ended = runs[runs.ended]
     if not len(ended):
         raise ValueError("No run has been scored: there is nothing to compare.")
@@ -111,7 +111,7 @@ def _comparable(
 def _ratios(
     settings: Sequence[Setting], metrics: Sequence[str], main: str
 ) -> tuple[list[str], dict[str, list[findings.Ratio | None]]]:
-    """Return `ratios_to_dense` by the metric that decides and the next distance."""
+    """Return `ratios_to_dense` for the metric that decides and the next distance."""
     if findings.direction(main) != "lower":
         return [], {}
     others = [name for name in metrics if name != main and findings.is_distance(name)]
@@ -133,8 +133,8 @@ def _figures(
     *,
     by_sample: bool,
 ) -> "dict[str, Figure]":
-    """Return the figures by name: routed less dense over training for each pair, the `plane` of
-    precision and recall, `quality` by cost, and the curves of metrics that all runs scored during
+    """Return the figures by name: routed minus dense during training for each pair, the `plane` of
+    precision and recall, `quality` against cost, and curves of metrics that all runs scored during
     training. The first of `metrics` decides."""
     figures: dict[str, Figure] = {}
     style, main = draw.looks(settings), metrics[0]
@@ -176,7 +176,7 @@ def _page(
     metric: str,
     budgets: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the variables of the page beside those of the markdown."""
+    """Return the HTML page's template variables that the markdown report does not have."""
     real = runs.get(f"real_{metric}", pd.Series([float("nan")])).iloc[0]
     lines = [line for row in rows for line in row.lines if not line.is_at_chance]
     apart = [one for line in lines for _, less in line.less for one in less.values() if one]
@@ -205,8 +205,8 @@ def _page(
 
 
 def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return by label the picture of samples of each setting, of the first seed that all have, and
-    of real images if a run has it: whole, and its first classes."""
+    """Return the pictures of each setting's samples by label: (whole, first classes). They are from
+    the first common seed. Real images are added if a run has them."""
     common = sorted(set.intersection(*(set(setting.runs.seed) for setting in settings)))[:1]
     pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:
@@ -225,9 +225,9 @@ def _embed(path: Path) -> tuple[str, str]:
 
     stream = io.BytesIO()
     with Image.open(path) as picture:
-        # as `save_grid` says; earlier pictures have ten rows and ten columns
+        # written by `save_grid`; older pictures have ten rows and ten columns
         rows, columns, top = map(int, picture.info.get("grid", "10 10 0").split())
-        width = (picture.width - 2) // columns  # of a sample and its margin
+        width = (picture.width - 2) // columns  # a sample and its margin
         height = (picture.height - top - 2) // rows
         picture.crop((0, 0, SHOWN * width + 2, top + height + 2)).save(stream, "PNG")
     whole, part = (base64.b64encode(b).decode() for b in (path.read_bytes(), stream.getvalue()))
@@ -235,7 +235,7 @@ def _embed(path: Path) -> tuple[str, str]:
 
 
 def _configs(runs: pd.DataFrame) -> dict[str, Any]:
-    """Return the names of the runs, and the values of every setting in which two of them differ."""
+    """Return the runs' names, and the values of every setting in which any two runs differ."""
     folders = list(dict.fromkeys(runs.folder))
     files = [Path(folder) / "config.json" for folder in folders]
     flat = [

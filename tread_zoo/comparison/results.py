@@ -1,12 +1,12 @@
-"""Runs as tables: one row for each run, and their curves.
+"""Runs as tables: one row per run, and their curves.
 
     runs = read_runs("comparisons/digits/runs/*")
     runs.groupby(["backbone", "routing"]).fid.agg(["mean", "std", "count"])
     curves = read_curves(runs.folder)
     curves.query("metric == 'held_out_loss'").pivot(index="step", columns="folder", values="value")
 
-Read from the files of a run's folder: `config.json`, `facts.json` (data, size, FLOPs),
-`metrics.jsonl` and, once it was scored, `scores.jsonl` and `score.json`.
+The tables come from files in a run's folder: `config.json`, `facts.json` (data, size, FLOPs),
+`metrics.jsonl` and, once the run was scored, `scores.jsonl` and `score.json`.
 """
 
 import glob
@@ -26,13 +26,13 @@ from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.trackers import read_lines
 
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-FORMULA = re.compile(r"'*[=+\-@\t\r]")  # beginnings of what a spreadsheet computes; `'` marks text
-NAMED = ("backbone", "routing", "data")  # columns of every table, whether they differ or not
+FORMULA = re.compile(r"'*[=+\-@\t\r]")  # starts of spreadsheet formulas; `'` marks text
+NAMED = ("backbone", "routing", "data")  # columns of every table, even if all runs agree
 
 
 def find_runs(folders: Folders) -> list[Path]:
-    """Return the folders of runs, each once. A pattern such as "runs/*" is replaced by its matches
-    that hold a run. Raises ValueError if there is none."""
+    """Return the folders of runs, without duplicates. A pattern such as "runs/*" is replaced by its
+    matches that contain a run. Raises ValueError if there is none."""
     runs: dict[Path, None] = {}
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
         path = Path(folder)
@@ -45,20 +45,20 @@ def find_runs(folders: Folders) -> list[Path]:
 
 
 def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.DataFrame:
-    """Return a table with a row for each run, finished or not; docs/evaluation.md has its columns.
+    """Return a table with a row per run, finished or not; docs/evaluation.md lists its columns.
 
-    A setting in which runs differ has the name of its command-line field, as in
-    `routing.selection_rate`; `real_fid` is of real images, `contribution_3` of a block and
-    `contribution_2_8` of a range (`tread_zoo.evaluation.contribution`). Missing values are NaN or
-    None. `attrs["settings"]` and `attrs["metrics"]` list the settings and scores.
+    Settings in which runs differ are columns with command-line names such as
+    `routing.selection_rate`. `real_fid` is the score of real images; `contribution_3` belongs to
+    block 3, `contribution_2_8` to blocks 2 … 7 (`tread_zoo.evaluation.contribution`). Missing
+    values are NaN or None. `attrs["settings"]` and `attrs["metrics"]` list settings and scores.
 
     Args:
-        folders: of runs: one, several, or patterns such as "runs/*".
-        records: for each of `folders`, the file of its scores in place of `score.json`; patterns
+        folders: folders of runs: one, several, or patterns such as "runs/*".
+        records: for each of `folders`, a file of scores to read instead of `score.json`; patterns
             are not allowed then.
 
     Raises:
-        ValueError: a folder that holds no run.
+        ValueError: a folder contains no run.
     """
     paths = find_runs(folders) if records is None else [Path(f) for f in folders]  # type: ignore[union-attr]
     files = [path / "score.json" for path in paths] if records is None else records
@@ -77,12 +77,12 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
 
 
 def read_curves(folders: Folders) -> pd.DataFrame:
-    """Return a long table of all that was measured during training; `folders` as in `read_runs`.
+    """Return a long table of all that was measured during training; for `folders` see `read_runs`.
 
     Columns: `folder`, `source` ("log" for metrics.jsonl, "score" for scores.jsonl), `metric`,
-    `step`, `flops` and `seconds` of training until then, at the run's mean rate, and `value`. The
-    held-out loss of the log is of one draw of noise per image, that of the scores of several.
-    `held_out_loss_1` to `_4` are its means over quarters of the draws, by rising noise level.
+    `step`, `flops` and `seconds` of training until then (seconds at the run's mean rate), `value`.
+    The held-out loss in the log uses one noise per image, in the scores several.
+    `held_out_loss_1` to `_4` are its means over quarters of rising noise level.
     """
     points = []
     for path in find_runs(folders):
@@ -140,8 +140,8 @@ def _is_number(text: str) -> bool:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the fields in which two runs with the same part, such as the same backbone, differ;
-    seed, `NAMED` and bookkeeping apart."""
+    """Return the fields in which two runs differ, except the seed, `NAMED` and bookkeeping. Options
+    are compared among runs that share their part, such as the backbone."""
     values: dict[str, dict[Any, set[str]]] = {}
     for run in settings:
         for field, value in run.items():
@@ -167,7 +167,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _choices(settings: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """Return a run's values of `fields`; of a dense run those of routing are None."""
+    """Return a run's values of `fields`; routing options of a dense run are None."""
     dense = settings["routing"] == "none"
     return {f: None if dense and f.startswith("routing.") else settings.get(f) for f in fields}
 
@@ -186,7 +186,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
     steps = (protocol or last).get("step", 0)
     batch = facts.get("images_per_step", math.nan)
     if (protocol or {}).get("weights", "ema") != "ema":
-        last.pop("held_out_loss", None)  # it was of the averaged weights
+        last.pop("held_out_loss", None)  # the log's is for averaged weights
     pictures = sorted((folder / "samples").glob("step_*.png"))
     routed, dense = (facts.get(key, math.nan) for key in ("flops_routed", "flops_dense"))
     return {
@@ -215,7 +215,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
 
 
 def flops_until(step: int, facts: Mapping[str, Any]) -> float:
-    """Return the FLOPs of the first `step` steps, by facts.json; NaN if they were not counted."""
+    """Return the FLOPs of the first `step` steps from facts.json; NaN if they were not counted."""
     each, before = 0.0 if "flops_by_stage" in facts else math.nan, 0
     for end, flops in facts.get("flops_by_stage", ()):
         each += max(0, min(step, end) - before) * flops
