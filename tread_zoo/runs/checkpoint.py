@@ -2,7 +2,7 @@
 
     <run>/checkpoints/step_00001000/
         model.safetensors       weights
-        ema.safetensors         averaged weights, which are sampled and scored
+        ema.safetensors         averaged weights, used for samples and scores
         ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
         ema_0.1.safetensors     which are also saved in <run>/ema_snapshots/step_…
         alignment.safetensors   weights that an alignment trains, if there is one
@@ -10,8 +10,8 @@
         checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
                                 and of the metadata itself
 
-A checkpoint exists once its folder has its final name, so a crash or a full disk leaves the earlier
-one intact. Folders that begin with a dot are leftovers, which the next save deletes.
+A checkpoint's folder gets its final name when it is complete, so a crash or a full disk leaves the
+earlier one intact. Folders whose names begin with a dot are leftovers; the next save deletes them.
 """
 
 import errno
@@ -53,8 +53,8 @@ from tread_zoo.runs.weights import build_network, check_network, load_tensors, r
 logger = logging.getLogger(__name__)
 
 SNAPSHOTS = "ema_snapshots"
-# A resumed run keeps these settings, and all metadata of the data but these, some of which are
-# compared separately.
+# A resumed run must keep the settings in _KEPT, and all metadata of the data except _MAY_DIFFER,
+# some of which are compared separately.
 _KEPT = ("backbone", "routing", "objective", "data", "alignment", "seed")
 _MAY_DIFFER = {"name", "num_images", "items", "decoder", "captions_by", "class_names"}
 
@@ -73,14 +73,14 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that saved it; for a pushed network its folder, and for one of the
-        package's `runs/<name>`: the package stays as it is."""
+        """The folder of the run that saved it, or a pushed network's own folder. For a network that
+        comes with the package it is `runs/<name>`, so that the package stays unchanged."""
         if self.path.parent == PRETRAINED:
             return Path("runs") / self.path.name
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
-        """Return the configuration of the run, whose backbone is that of the weights; its plug-ins
+        """Return the configuration of the run, checked against the weights' backbone; the plug-ins
         must be loaded."""
         check_plugins(self.meta["plugins"], str(self.path))
         with as_checkpoint_error(self.path, "has settings that this version cannot use"):
@@ -93,8 +93,8 @@ class Checkpoint:
         return config
 
     def check(self, part: str) -> None:
-        """Check that the weights of `part` fit the network that is described, before any network of
-        its size is built.
+        """Check that the weights `part` fit the network in the metadata, before any network of its
+        size is built.
 
         Raises:
             CheckpointError: they do not.
@@ -106,8 +106,8 @@ class Checkpoint:
         """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
 
         Raises:
-            CheckpointError: it has no such part; an imported one may have `ema` alone.
-            ValueError: the snapshots of the run cannot give this width.
+            CheckpointError: the checkpoint has no such part; an imported one may only have `ema`.
+            ValueError: this width cannot be computed from the run's snapshots.
         """
         if (only := self.meta.get("weights")) is not None:  # a pushed folder has one network
             if part != only:
@@ -128,14 +128,14 @@ class Checkpoint:
         return read_tensors(self.path, f"{part}.safetensors", self.meta)
 
     def _average_of(self, width: float) -> dict[str, Tensor]:
-        """Return the average of a relative width, from this checkpoint and earlier snapshots."""
+        """Return averaged weights of a relative width, from this checkpoint and older snapshots."""
         folders = {_step(path): path for path in _folders(self.run_dir / SNAPSHOTS)}
         folders = {step: path for step, path in folders.items() if step < self.step}
         folders[self.step] = self.path
         average, rows = dict[str, Tensor](), posthoc_coefficients(list(folders), width).tolist()
         for (step, path), row in zip(folders.items(), rows, strict=True):
             if max(map(abs, row)) < 1e-10:
-                continue  # not worth reading
+                continue  # its share is negligible
             earlier = step != self.step
             source = Checkpoint(path, read_metadata(path, snapshot=True)) if earlier else self
             for part, coefficient in zip(TRACKED_WIDTHS, row, strict=True):
@@ -155,7 +155,7 @@ def save_checkpoint(
 
     Args:
         keep: number of newest checkpoints to keep; 0 keeps all.
-        kind: `checkpoints`, or `SNAPSHOTS` for averages alone.
+        kind: `checkpoints`, or `SNAPSHOTS` for averages only.
 
     Raises:
         CheckpointError: it could not be written; older ones are intact.
@@ -193,14 +193,14 @@ def save_checkpoint(
 
 
 def find_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at `path`: its folder, or that of a run, for the newest intact one.
+    """Return the checkpoint at `path`, the folder of a checkpoint or of a run (its newest intact
+    checkpoint) or a folder from tread-zoo push.
 
-    A folder from tread-zoo push is accepted too. If `path` does not exist, it may be the name of a
-    network that comes with the package; else `user/name` is downloaded from the hub to
-    runs/user/name: two files, no code.
+    If `path` does not exist, it may be the name of a network that comes with the package; else
+    `user/name` is downloaded from the hub to runs/user/name: two files, no code.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or has another format.
+        CheckpointError: there is no checkpoint, or it is damaged or has another format.
     """
     path = Path(path)
     if not path.exists() and str(path) in list_backbones(pretrained=True):
@@ -246,12 +246,12 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that a resumed run has the settings of the checkpoint; see `RunConfig.differences`.
 
     Raises:
-        CheckpointError: backbone, routing, objective, data, alignment or seed differ, without
-            `resume_changed`. Other differences are warnings.
+        CheckpointError: backbone, routing, objective, data, alignment or seed differ, and
+            `resume_changed` is not set. Other differences are warnings.
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
-    fixed = {f for f in fields if f.partition(".")[0] in _KEPT} - {"data.vae"}  # which may move
+    fixed = {f for f in fields if f.partition(".")[0] in _KEPT} - {"data.vae"}  # it may have moved
     wrong = [text for field, text in fields.items() if field in fixed]
     if wrong and not config.resume_changed:
         raise CheckpointError(
@@ -277,18 +277,18 @@ def data_metadata(data: ImageData) -> dict[str, Any]:
     if data.text_encoder:
         encoder = dict(data.text_encoder)
         metadata |= {"captions_by": encoder.pop("name"), "text_encoder": encoder}
-    if data.class_names != tuple(map(str, range(data.num_classes))):  # they have names
+    if data.class_names != tuple(map(str, range(data.num_classes))):  # real names
         metadata["class_names"] = list(data.class_names)
     return metadata
 
 
 def check_same_data(checkpoint: Checkpoint, given: dict[str, Any], *, images: bool = False) -> None:
-    """Check that the given data match those of the checkpoint, because another normalisation or
-    other classes under the same path would go unnoticed.
+    """Check that the data match the checkpoint's: other classes or another normalisation under the
+    same path would go unnoticed.
 
     Args:
-        given: from `data_metadata`.
-        images: compare a sample of the images, too, as far as both have it.
+        given: metadata from `data_metadata`.
+        images: also compare a sample of the images, if both have hashes.
 
     Raises:
         CheckpointError: size, channels, classes, contexts, the decoder of latents or images differ.
@@ -315,7 +315,7 @@ def check_same_data(checkpoint: Checkpoint, given: dict[str, Any], *, images: bo
         )  # fmt: skip
         return
     pairs = zip(saved.get("items", "").split(), given["items"].split(), strict=False)
-    differ = [old != new for old, new in pairs if "----" not in (old, new)]  # both are readable
+    differ = [old != new for old, new in pairs if "----" not in (old, new)]  # both readable
     if images and any(differ):
         raise CheckpointError(
             f"{checkpoint.path} was trained on other data than these: of {len(differ)} images that "
@@ -333,7 +333,7 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
 
     Raises:
         CheckpointError: the weights do not fit the backbone that this version builds.
-        ValueError: a plug-in is not loaded, or the run's snapshots cannot give the width.
+        ValueError: a plug-in is not loaded, or the run's snapshots do not allow this width.
     """
     return build_network(checkpoint.meta, checkpoint.tensors(weights), checkpoint.path)
 
@@ -355,7 +355,7 @@ def _step(path: Path) -> int:
 
 
 def _put_aside(path: Path) -> None:
-    """Rename a checkpoint before its files are deleted, which takes a while."""
+    """Rename a checkpoint before its files are deleted, because deleting takes a while."""
     os.rename(path, path.with_name(f".removed_{path.name}"))
 
 
@@ -370,7 +370,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if not (path.is_dir() and error.errno == errno.EINVAL):  # not every file system can
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # some file systems cannot
             raise
     finally:
         os.close(handle)

@@ -1,13 +1,13 @@
 """The folder of a run: checked before it starts, locked while it trains.
 
-    index.html      what it does now, its losses and samples
-    config.json     every setting                    metrics.jsonl   a row each `log_every` steps
-    facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
-    train.log       what was printed, with times     score.json      the last one
-    samples/, samples.gif, loss.png                  corrupt.txt     items that cannot be read
-    commands.jsonl  how it was started, each time    checkpoints/, ema_snapshots/
+    index.html      current state, losses and samples
+    config.json     every setting                    metrics.jsonl   a line every `log_every` steps
+    facts.json      data, parameters, FLOPs          scores.jsonl    a record per score
+    train.log       what was printed, with times     score.json      the last score
+    samples/, samples.gif, loss.png                  corrupt.txt     unreadable items
+    commands.jsonl  every command that started it    checkpoints/, ema_snapshots/
 
-The main process writes; scores and corrupt.txt count what the others found.
+Only the main process writes; scores and corrupt.txt include what other processes found.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, FACTS, SCORE, SCORES = "config.json", "facts.json", "score.json", "scores.jsonl"
 LOCK = ".lock"
-STATE = "data", "images_per_step", "seconds", "optimizer", "scaler"  # of a run, in its checkpoints
+STATE = "data", "images_per_step", "seconds", "optimizer", "scaler"  # in checkpoint.json
 
 
 def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None]:
@@ -45,7 +45,7 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
     A run that continues keeps its settings, except for `fields`. Nothing is written.
 
     Raises:
-        ValueError: the folder holds something that may not be replaced, or the checkpoint is past
+        ValueError: the folder contains files that may not be replaced, or the checkpoint is past
             the last step of the run.
         CheckpointError: there is no checkpoint, none is intact, or it is from another run.
     """
@@ -77,7 +77,7 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
             "new run from its weights, init_from=…"
         )
     checkpoint.check("model")
-    checkpoint.config()  # else what is wrong with it would be laid to what is given here
+    checkpoint.config()  # first, so that errors do not blame the fields given here
     saved = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
     config = make_config(**{**_with_changes(saved, fields), "run_dir": str(folder)})
     if checkpoint.step > int(config.training.num_steps):
@@ -93,8 +93,8 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
 
 
 def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved settings of a run, changed by the given ones. A part of another name keeps
-    no options; `auto` steps and learning rate keep the saved values."""
+    """Return the saved settings of a run, changed by the given ones. A part with a new name drops
+    its old options; `auto` for steps or learning rate keeps the saved values."""
     merged = dict(saved)
     for field, value in given.items():
         before = saved.get(field)
@@ -116,7 +116,7 @@ def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 
 def _check_free(config: RunConfig) -> None:
-    """Raise a `ValueError` if the folder of a new run holds another run, or something else."""
+    """Raise a `ValueError` if the folder of a new run contains another run or other files."""
     folder = Path(config.run_dir)
     entries = _entries(folder)
     if entries and not {CONFIG, "checkpoints"} & set(entries):
@@ -133,7 +133,7 @@ def _check_free(config: RunConfig) -> None:
 
 @contextmanager
 def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Callable[[], Path]]:
-    """Lock the run's folder for the main process; a run to be overwritten is moved aside.
+    """Lock the run's folder for the main process, and move a run to be overwritten aside.
 
     Yields:
         A function that returns the folder, and raises `ValueError` if the locked folder was removed
@@ -180,7 +180,7 @@ def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a living process trains in a folder; it need not exist."""
+    """Return whether a living process trains in a folder; the folder need not exist."""
     from filelock import FileLock, Timeout
 
     if not (folder / LOCK).exists():
@@ -197,11 +197,11 @@ def _is_there(file: Path, expected: os.stat_result) -> bool:
         return os.path.samestat(file.stat(), expected)
     except FileNotFoundError:
         return False
-    except OSError:  # a file system that cannot tell just now
+    except OSError:  # the file system does not answer now
         return True
 
 
 def _entries(folder: Path) -> list[str]:
-    """Return the names in a folder, less hidden ones; none if there is no folder."""
+    """Return the names in a folder without hidden ones; empty if there is no folder."""
     paths = folder.iterdir() if folder.exists() else ()
     return sorted(path.name for path in paths if not path.name.startswith("."))

@@ -1,10 +1,10 @@
-"""Networks as folders, local or on the Hugging Face hub: two files, no pickle, no code.
+"""Single networks as folders, local or on the Hugging Face hub: two files, no pickle, no code.
 
     config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […], "sha256": {…}}
     model.safetensors    weights
 
-tread-zoo push writes such a folder, too. Its config.json also has the metadata of a checkpoint, so
-that scripts accept the folder as one.
+tread-zoo push writes such a folder, too. Its config.json also has a checkpoint's metadata, so that
+scripts accept the folder as a checkpoint.
 """
 
 import json
@@ -35,11 +35,10 @@ from tread_zoo.runs.weights import build_network, read_tensors
 
 
 def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
-    """Write config.json and model.safetensors of a backbone that `create_backbone` made into
-    `folder`, and return it.
+    """Return `folder` after writing a backbone's config.json and model.safetensors to it.
 
     Raises:
-        ValueError: the backbone was made otherwise, or the folder is a run's.
+        ValueError: `create_backbone` did not make the backbone, or the folder is a run's.
     """
     if backbone.name is None:
         raise ValueError(
@@ -52,18 +51,18 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
 
 
 def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
-    """Return a backbone with its weights (of a run: the averaged ones), on the CPU, in eval mode.
+    """Return a backbone with its weights (for a run: averaged ones), on the CPU, in eval mode.
 
     Args:
         path: a folder from `save_pretrained` or tread-zoo push, a run's folder (its newest
             checkpoint) or one checkpoint. If it does not exist, a name of
             `list_backbones(pretrained=True)`, or `user/name` on the hub.
-        revision: of the hub's repository.
+        revision: revision of the hub's repository.
 
     Raises:
         OSError: there is no such network.
-        CheckpointError: it is damaged; for a run, every checkpoint is.
-        ValueError: its plug-in is not loaded.
+        CheckpointError: the network is damaged; for a run, all checkpoints are.
+        ValueError: a plug-in of the network is not loaded.
     """
     folder = Path(path)
     if not folder.exists():
@@ -78,14 +77,14 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
 
 
 def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
-    """Upload what `save_pretrained` writes as `user/name`, and return its address."""
+    """Upload the files of `save_pretrained` as `user/name`, and return the address."""
     with TemporaryDirectory() as folder:
         return upload(save_pretrained(backbone, folder), repo, private=private)
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
-    """Return `folder`, which must not be a run's, with the two files of a network written to it.
-    The metadata get the checksum of the weights."""
+    """Return `folder` after writing a network's two files to it. It must not be a run's. The
+    weights' checksum is added to the metadata."""
     if (folder / "checkpoints").exists():
         raise ValueError(f"{folder} is the folder of a run: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,8 +99,8 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
     """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
 
     Raises:
-        OSError: it cannot be had, or is no such name: it begins with `runs/`, or `user` is a local
-            folder.
+        OSError: the download fails, or `path` is not a hub name: it begins with `runs/`, or `user`
+            is a local folder.
     """
     import huggingface_hub
 
@@ -125,11 +124,11 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload all files of a folder as `user/name`, and return its address.
+    """Upload all files of a folder as `user/name`, and return the address.
 
     Raises:
-        ValueError: a text among them has credentials in it.
-        OSError: the hub refuses.
+        ValueError: a text file contains credentials.
+        OSError: the upload fails.
     """
     import huggingface_hub
 
@@ -145,7 +144,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     try:
         address = hub.create_repo(repo, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder)
-    except Exception as error:  # also of its network library
+    except Exception as error:  # also from its network library
         why = " ".join(str(error).split())[:300]
         raise OSError(f"{folder} cannot be uploaded as {repo!r}: {why}") from error
     return str(address)

@@ -1,9 +1,9 @@
 """A new run that starts from trained weights: `init_from=CHECKPOINT`.
 
-The backbone is the checkpoint's, but for options that the run sets: those that differ from the
-defaults, and the sizes of a name other than the default one. Weights go by name. What depends on
-the condition or the number of outputs starts fresh where these differ, and so do fusions and mask
-tokens that the checkpoint lacks; the body must fit.
+The backbone is the checkpoint's, except for options that the run sets: options that differ from the
+defaults, and the sizes of a backbone name other than the default. Weights are matched by name. If
+the condition or the number of outputs differs, the layers that depend on it start fresh, and so do
+fusions and mask tokens that the checkpoint lacks. All other weights must fit.
 """
 
 import json
@@ -27,23 +27,23 @@ from tread_zoo.runs.checkpoint import (
 from tread_zoo.runs.metadata import META_NAME
 from tread_zoo.runs.weights import check_finite, named_like
 
-_ADDED = "routing."  # to a network, after it was built
+_ADDED = "routing."  # weights that are added to a network after it was built
 _MOST_LISTED = 6
 
 
 def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Return the fields of a run with the backbone of its `init_from`, and that checkpoint; without
-    one the fields as they are, and None.
+    """Return the fields of a run with the backbone of its `init_from`, and that checkpoint. Without
+    `init_from`, return the fields unchanged and None.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or another architecture is chosen.
-        ValueError: it needs a plug-in that is not loaded.
+        ValueError: the checkpoint needs a plug-in that is not loaded.
     """
     if fields.get("init_from") is None:
         return dict(fields), None
     part = fields.get("backbone", "")
     only_options = isinstance(part, Mapping) and "name" not in part
-    if only_options:  # they are options of the checkpoint's architecture
+    if only_options:  # options of the checkpoint's architecture
         name = _find_source(fields, fields.get("run_dir", "auto")).meta["backbone"]["name"]
         fields = {**fields, "backbone": {"name": name, **part}}
     config = make_config(**fields)
@@ -51,13 +51,12 @@ def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
     backbone = _backbone_of(source) | dict(part) if only_options else _merge(config, source)
     resolved = {**fields, "backbone": backbone}
     if config.resume in (None, "latest", "auto"):
-        resolved["run_dir"] = config.run_dir  # auto names it after what was given
+        resolved["run_dir"] = config.run_dir  # auto names it after the given settings
     return resolved, source
 
 
 def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
-    """Return the checkpoint of `init_from`. A run that is resumed has its own, which replaces the
-    other."""
+    """Return the checkpoint of `init_from` or, for a resumed run, that run's own checkpoint."""
     place, resume = fields["init_from"], fields.get("resume")
     if resume is not None:
         folder = Path(run_dir if resume in ("latest", "auto") else resume)
@@ -74,7 +73,7 @@ def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
 
 
 def _backbone_of(source: Checkpoint) -> dict[str, Any]:
-    """Return the field `backbone` of the run that saved a checkpoint."""
+    """Return the setting `backbone` of the run that saved a checkpoint."""
     name, config = source.meta["backbone"]["name"], source.meta["backbone"]["config"]
     options = get_entry("backbone", name).parameters()
     return {"name": name, **{k: v for k, v in config.items() if k in options}}
@@ -97,10 +96,10 @@ def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
 
 
 def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
-    """Load the weights of `source`, the averaged ones, and return in one line what was carried.
+    """Load the averaged weights of `source`, and return a line about what was loaded.
 
     Raises:
-        CheckpointError: the body does not fit; the fields are named.
+        CheckpointError: the weights that must match do not; the error names the settings.
     """
     fresh = backbone.state_dict()
     saved = named_like(source.tensors(source.meta.get("weights", "ema")), fresh)
@@ -120,8 +119,8 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
 
 
 def _check_body(source: Checkpoint, backbone: Backbone) -> None:
-    """Check that a network like the checkpoint's, with the head and condition of this one, has the
-    same shapes."""
+    """Check that the checkpoint's network would have this network's shapes if it had the same head
+    and condition."""
     described, config = source.meta["backbone"], backbone.config
     ends = {
         "num_classes": backbone.num_classes,
@@ -151,7 +150,7 @@ def _shapes(backbone: Backbone) -> dict[str, torch.Size]:
 
 
 def _layers(names: Iterable[str]) -> str:
-    """Return the layers of some tensors, the first few."""
+    """Return the first few layers that some tensors belong to, as text."""
     layers = sorted({name.rpartition(".")[0] or name for name in names})
     return ", ".join([*layers[:_MOST_LISTED], *(["…"] if len(layers) > _MOST_LISTED else [])])
 

@@ -1,10 +1,10 @@
 """Metadata of checkpoints: the names of the files, and JSON that is verified when read.
 
-checkpoint.json      of a checkpoint
-config.json          of a network that was saved alone, or of a run that was pushed
+checkpoint.json      metadata of a checkpoint
+config.json          metadata of a network that was saved alone, or of a run that was pushed
 
-Metadata may come from a stranger. They are read here alone, and whatever is wrong with them is a
-`CheckpointError` of one line.
+Metadata may come from a stranger. Only this module reads them, and raises a `CheckpointError` of
+one line for any fault.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; a longer name is a copy
-META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # of a checkpoint
+META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # in a checkpoint
 FORMAT = 2
 META_CHECKSUM = "sha256_of_the_above"
 LARGEST_METADATA = 64 << 20  # bytes; names of 100,000 classes take 2 MiB
-# Options that no longer exist, with their defaults, which earlier checkpoints have.
+# Options that no longer exist but occur in earlier checkpoints, with their defaults.
 REMOVED: dict[str, dict[str, Any]] = {
     "backbone": {"shared_modulation": False},
 }
@@ -48,7 +48,7 @@ def _digest(metadata: Mapping[str, Any]) -> str:
 
 
 def drop_removed(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata without options that no longer exist, where they are at their default."""
+    """Return the metadata without options that no longer exist, if these have their defaults."""
     for group, options in REMOVED.items():
         given = metadata.get(group, {}).get("config", {}), metadata.get("config", {}).get(group, {})
         for place in given:
@@ -62,13 +62,13 @@ def drop_removed(metadata: dict[str, Any]) -> dict[str, Any]:
 def as_checkpoint_error(
     path: Path, claim: str, remedy: str = "Use another checkpoint, or download or train it again."
 ) -> Iterator[None]:
-    """Turn any error over the content of a checkpoint into a `CheckpointError` of one line; `claim`
-    and `remedy` stand around the reason."""
+    """Turn any error about a checkpoint's content into a `CheckpointError` of one line: path,
+    `claim`, reason, `remedy`."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # a stranger's file raises whatever it leads a parser into
+    except Exception as error:  # parsing a stranger's file may raise anything
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         why = kind + " ".join(str(error).split())[:300].rstrip(". ")
         raise CheckpointError(f"{path} {claim}: {why}. {remedy}") from error
@@ -78,9 +78,8 @@ def own_file(folder: Path, name: str) -> Path:
     """Return the path of one of a checkpoint's files, without links.
 
     Raises:
-        OSError: it does not exist.
-        ValueError: it does not lie in the folder, or is no plain file: a device would be read for
-            ever.
+        OSError: the file does not exist.
+        ValueError: it is outside the folder, or not a regular file: a device never ends.
     """
     home, file = folder.resolve(), (folder / name).resolve(strict=True)
     # In the hub's cache the files are links to blobs.
@@ -113,7 +112,7 @@ class _Described(_Part):
 
 
 class _Network(_Open):
-    """Of a network alone; those of `save_pretrained` had no checksums at first."""
+    """Metadata of a single network; old files of `save_pretrained` have no checksums."""
 
     backbone: _Described
     plugins: list[str]
@@ -140,7 +139,7 @@ class _Config(_Open):
 
 
 class _Snapshot(_Open):
-    """Of averages from which others are computed."""
+    """Metadata of a snapshot of averages, from which other averages are computed."""
 
     step: NonNegativeInt
     sha256: _Checksums
@@ -149,7 +148,7 @@ class _Snapshot(_Open):
 class _Checkpoint(_Snapshot, _Network):
     sha256: _Checksums
     config: _Config
-    weights: str | None = None  # of a run that was pushed
+    weights: str | None = None  # which weights of a run were pushed
     data: _Data | None = None
     seconds: dict[str, float] = {}
     optimizer: list[Any] = []
@@ -160,14 +159,14 @@ class _Checkpoint(_Snapshot, _Network):
 def read_metadata(
     folder: Path, name: str = META_NAME, *only: str, snapshot: bool = False
 ) -> dict[str, Any]:
-    """Return the metadata in a checkpoint's file `name` after verifying all its files, or `only`
-    these. A network that was saved alone has no `format`.
+    """Return the metadata in a checkpoint's file `name` after verifying all of its files, or only
+    the files `only`. A network that was saved alone has no `format`.
 
     Args:
-        snapshot: it has averages, and describes no network.
+        snapshot: the folder is a snapshot of averages, without a description of the network.
 
     Raises:
-        CheckpointError: a file differs from what was saved, has another format, or is not of this
+        CheckpointError: a file differs from what was saved, has another format, or is outside the
             folder.
     """
     with as_checkpoint_error(folder, "is damaged"):
@@ -198,7 +197,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file of a folder.
 
     Raises:
-        CheckpointError: it is missing, too large, no JSON, or another value.
+        CheckpointError: the file is missing or too large, or is not a JSON object.
     """
     with as_checkpoint_error(folder, f"is damaged: {name}"):
         file = own_file(folder, name)
@@ -211,14 +210,14 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_listed(metadata: Mapping[str, Any], file: str) -> None:
-    """Raise a `ValueError` if metadata have checksums, but none of this file."""
+    """Raise a `ValueError` if metadata have checksums, but none for this file."""
     if file not in metadata.get("sha256", (file,)):
         raise ValueError(f"{file} is not among the files with a checksum")
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:
-    """Return the newest intact checkpoint of a run and its metadata; if none is intact, raise the
-    `CheckpointError` of the first."""
+    """Return the newest intact checkpoint of a run and its metadata. If none is intact, raise the
+    oldest one's `CheckpointError`."""
     for folder in reversed(folders[1:]):
         try:
             return folder, read_metadata(folder, META_NAME, *only)

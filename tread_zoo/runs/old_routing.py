@@ -1,4 +1,4 @@
-"""Routing of earlier versions, in which one configuration combined all methods, as today's methods.
+"""Conversion of earlier versions' routing, a single set of options, to today's methods.
 
 rejoin=replace                                     tread
 rejoin=replace reconstruction_weight=0             microdit
@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-# option: its value where it changed nothing; these have no successor
+# options without a successor: the value at which the option had no effect
 _GONE = {"carry_from": None, "detach": False, "sparsify": True, "rate_range": None}
 _SHARED = ("start", "end", "selector", "warm_start", "dense_tail", "probability")
 
 
 def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the routing part that an earlier version's configuration means.
+    """Return today's routing method and options for an earlier version's configuration.
 
     Raises:
-        ValueError: it combines options that no method has.
+        ValueError: no method has this combination of options.
     """
     if "sparsify" not in old or old["name"] == "none":
         return {"name": old["name"]} if old["name"] == "none" else dict(old)
@@ -72,7 +72,7 @@ def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under the names that their parameters have today: `fusions.2_8.weights.0` is
+    """Return tensors under today's parameter names: `fusions.2_8.weights.0` becomes
     `routing.weights.0`."""
     return {_key(name): tensor for name, tensor in tensors.items()}
 

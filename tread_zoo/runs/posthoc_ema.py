@@ -1,8 +1,8 @@
-"""Post-hoc EMA: averages of the weights of any width, from the snapshots of a run.
+"""Post-hoc EMA: averaged weights of any width, computed from the snapshots of a run.
 
 Two widths are tracked and stored; any other is a linear combination of their snapshots, by least
-squares on the profiles over time (EDM2, arXiv 2312.02696, appendix C). Here the coefficients sum to
-1: otherwise constant weights are most of the error. `tread_zoo.training.ema` has the profiles.
+squares on the profiles over time (EDM2, arXiv 2312.02696, appendix C). Here the coefficients must
+sum to 1, which removes most of the error. `tread_zoo.training.ema` defines the profiles.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-TRACKED_WIDTHS = {"ema_0.05": 0.05, "ema_0.1": 0.1}  # of power-function averages, by file
+TRACKED_WIDTHS = {"ema_0.05": 0.05, "ema_0.1": 0.1}  # width of each average, by file name
 LARGEST_MISFIT = 0.1
 
 
@@ -18,7 +18,7 @@ def width_to_exponent(width: float) -> float:
     """Return p of the profile with this relative width, from width^2 = p / ((p + 1)^2 (p + 2)).
 
     Raises:
-        ValueError: as wide as the mean of all steps (p = 1), or wider.
+        ValueError: the width is not below that of the mean over all steps (p = 1).
     """
     if not 0 < width < 12**-0.5:
         raise ValueError(
@@ -29,12 +29,12 @@ def width_to_exponent(width: float) -> float:
 
 
 def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
-    """Return the coefficients [n, tracked widths], float64, by which the averages of snapshots at n
-    ascending steps add up to the average of `width` at the last of them.
+    """Return coefficients [n, tracked widths], float64. With these, averages stored at n ascending
+    steps add up to an average of `width` at the last step.
 
     Raises:
-        ValueError: the profile misses that of `width` by more than `LARGEST_MISFIT` (relative L2),
-            or there is no such width.
+        ValueError: the combined profile differs by more than `LARGEST_MISFIT` (relative L2) from
+            that of `width`, or there is no such width.
     """
     times = np.repeat(np.array(steps) / steps[-1], len(TRACKED_WIDTHS))
     powers = np.tile(
@@ -43,7 +43,7 @@ def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
     target = 1.0, width_to_exponent(width)
     gram = _inner(times[:, None], powers[:, None], times, powers)
     overlap, size = _inner(times, powers, *target), _inner(*target, *target)
-    # The minimum where the coefficients sum to 1, by a Lagrange multiplier.
+    # The least-squares solution whose coefficients sum to 1, by a Lagrange multiplier.
     border = np.ones((len(times), 1))
     system = np.block([[gram, border], [border.T, np.zeros((1, 1))]])
     coefficients = np.linalg.lstsq(system, np.append(overlap, 1.0), rcond=None)[0][:-1]

@@ -50,8 +50,8 @@ class Restored:
         return dict(self.checkpoint.meta["config"])
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
-        """Return the run's sampling options, changed by the given values that are not None. Under
-        another `name`, options that both parts have are kept. For a run without guidance, a scale
+        """Return the run's sampling options, changed by all given values that are not None. If the
+        `name` changes, options that both parts have are kept. For a run without guidance, a scale
         alone means classifier-free guidance.
 
         Raises:
@@ -75,7 +75,7 @@ class Restored:
 
     @property
     def routing(self) -> Method:
-        """The routing method of training; for an imported network, tread."""
+        """The routing method used in training; for an imported network, tread."""
         method: Method = create("routing", self.config.get("routing", "tread"))
         return method
 
@@ -86,16 +86,16 @@ class Restored:
 
     @property
     def has_data(self) -> bool:
-        """Whether it names its training data; an imported checkpoint does not."""
+        """Whether the checkpoint names its training data; an imported one does not."""
         return "data" in self.checkpoint.meta
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes; empty if they have numbers only."""
+        """The names of the classes; empty if they only have numbers."""
         return tuple(self.checkpoint.meta.get("data", {}).get("class_names", ()))
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
-        """Return the training data, with some options changed; they must match the checkpoint."""
+        """Return the training data with some options changed; it must match the checkpoint."""
         if not self.has_data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported and names no data to compare with. Sample "
@@ -108,8 +108,8 @@ class Restored:
     def codec(self, vae: str | None) -> Codec:
         """Return the codec that decodes the network's samples into images.
 
-        vae: path of the autoencoder, which an imported network on latents needs; None is the run's,
-        `none` leaves latents.
+        vae: path of the autoencoder, required for an imported network on latents. None: the run's
+        autoencoder; `none`: do not decode latents.
         """
         data = self.checkpoint.meta.get("data", {})
         if "codec" in data:
@@ -127,10 +127,10 @@ class Restored:
     def text_encoder(self, name: str | None = None) -> TextEncoder:
         """Return the text encoder of the training captions, on the network's device.
 
-        name: a folder or a name on the hub; None is the run's.
+        name: a folder or a name on the hub; None: the run's encoder.
 
         Raises:
-            ValueError: the network was not trained on captions, or this is another encoder.
+            ValueError: the network was not trained on captions, or with another encoder.
         """
         data = self.checkpoint.meta.get("data", {})
         if "text_encoder" not in data:
@@ -152,13 +152,13 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
     """Return the checkpoint at `path`, ready to sample.
 
     Args:
-        path: as of `find_checkpoint`.
+        path: see `find_checkpoint`.
         weights: `ema`, `model` or `ema:<width>`.
-        device, precision: as of `RunConfig`.
+        device, precision: see `RunConfig` and `TrainingConfig`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or does not fit.
-        ValueError: a plug-in is not loaded, or the device is not here.
+        CheckpointError: there is no checkpoint, or it is damaged or does not fit.
+        ValueError: a plug-in is not loaded, or the device is not available.
     """
     place = resolve_device(device)
     checkpoint = find_checkpoint(path)
@@ -174,8 +174,8 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one. Its
-    data and objective must be those of `backbone`."""
+    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one. It
+    must have the same data and objective as `backbone`."""
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None
@@ -185,7 +185,7 @@ def load_weak(
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `part` with the changes that are not None, as of `Restored.sampling`."""
+    """Return `part` with the changes that are not None, as `Restored.sampling` describes."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

@@ -1,7 +1,7 @@
-"""Weights of checkpoints: read, compared with the network that their metadata describe, loaded.
+"""Weights of checkpoints: read, compared with the network that the metadata describe, and loaded.
 
-Either may come from a stranger. A network is built at its size only when the weights are known to
-fit: before that on the meta device, where a tensor takes no memory.
+Weights and metadata may come from a stranger. Until the weights are known to fit, a network is only
+built on the meta device, where tensors take no memory.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from tread_zoo.registry import check_plugins
 from tread_zoo.runs.metadata import CheckpointError, as_checkpoint_error, check_listed, own_file
 from tread_zoo.runs.old_routing import new_keys
 
-# Modules that torch.compile, DDP, FSDP and activation checkpointing put around another.
+# Names that torch.compile, DDP, FSDP and activation checkpointing insert when they wrap a module.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Elements of an input and of all fixed tables, such as positions; no tensor of a file shows them.
+# Most elements of an input, or of all fixed tables such as positions; files do not contain these.
 _MOST_FIXED = 2**28
 _MOST_NAMED = 6
 
@@ -32,7 +32,7 @@ def read_tensors(folder: Path, name: str, metadata: Mapping[str, Any]) -> dict[s
     """Return the tensors of a checkpoint's safetensors file, on the CPU.
 
     Raises:
-        CheckpointError: it is damaged, lies elsewhere, or has no checksum where others have.
+        CheckpointError: the file is damaged or outside the folder, or only others have checksums.
     """
     with as_checkpoint_error(folder, f"is damaged: {name}"):
         check_listed(metadata, name)
@@ -45,7 +45,7 @@ def build_network(
     """Return the backbone that a checkpoint's metadata describe, with these weights, in eval mode.
 
     Raises:
-        CheckpointError: the weights do not fit it, or are not finite.
+        CheckpointError: the weights do not fit the backbone, or are not finite.
         ValueError: a plug-in is not loaded.
     """
     check_network(metadata, tensors, path)
@@ -55,16 +55,16 @@ def build_network(
 
 
 def check_network(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Check that weights fit the backbone that a checkpoint's metadata describe, at the cost of
-    the weights, whatever size is described.
+    """Check that weights fit the backbone that a checkpoint's metadata describe. The cost depends
+    on the weights, not on the described size.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: they do not fit.
         ValueError: a plug-in is not loaded.
     """
     check_plugins(metadata["plugins"], str(path))
     with as_checkpoint_error(path, "does not describe its network"), torch.device("meta"):
-        with _most_parameters(100 + 2 * len(tensors)):  # a misfit of a few layers names them
+        with _most_parameters(100 + 2 * len(tensors)):  # a few extra, so that errors name them
             network = build_backbone(metadata["backbone"])
         fixed = sum(buffer.numel() for buffer in network.buffers())
         height, width = network.input_size
@@ -74,11 +74,11 @@ def check_network(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], pa
 
 
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load the weights of the checkpoint at `path` into a network of the same names, wrappers
-    aside, and shapes.
+    """Load the weights of the checkpoint at `path` into a network with the same names (ignoring
+    wrappers) and shapes.
 
     Raises:
-        CheckpointError: they do not fit, or are not finite.
+        CheckpointError: the weights do not fit, or are not finite.
     """
     check_finite(tensors, path)
     _load(network, tensors, path)
@@ -95,8 +95,8 @@ def _load(
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise a `CheckpointError` if any weight of the checkpoint at `path` is NaN or infinite, for
-    then all images are."""
+    """Raise a `CheckpointError` if any weight of the checkpoint at `path` is NaN or infinite: all
+    images would be, too."""
     broken = [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()]
     if broken:
         more = ", …" if len(broken) > _MOST_NAMED else ""
@@ -108,13 +108,13 @@ def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def unwrapped(name: str) -> str:
-    """Return the name that a parameter has without wrappers: `blocks.0._orig_mod.norm.weight` is
+    """Return a parameter's name without wrappers: `blocks.0._orig_mod.norm.weight` becomes
     `blocks.0.norm.weight`."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_like(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors under those of `names` that are the same without wrappers."""
+    """Return tensors renamed to the entries of `names` that are equal without wrappers."""
     names = set(names)
     own = {unwrapped(name): name for name in names}
     return {
@@ -125,8 +125,8 @@ def named_like(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str,
 
 @contextmanager
 def _most_parameters(most: int) -> Iterator[None]:
-    """Raise a `ValueError` as soon as more parameters are registered: a depth of 10^9 takes hours
-    on the meta device, too."""
+    """Raise a `ValueError` as soon as more than `most` parameters are registered: a depth of 10^9
+    would take hours, even on the meta device."""
     count = itertools.count(1)
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
