@@ -1,10 +1,10 @@
-"""Training: the run itself, what it is made of, its log.
+"""Training: the loop, the parts of a run, and its log.
 
-loop.py         the run, read from top to bottom
-setup.py        its parts, and their state on the devices
+loop.py         the training loop, to read from top to bottom
+setup.py        the parts of a run, and their state on the devices
 ema.py          averaged weights
-log.py          what a run prints and leaves in its folder
+log.py          what a run prints and writes to its folder
 saving.py       what goes into a checkpoint
-signals.py      saving and ending when a signal comes
+signals.py      saves and ends the run when a signal comes
 optimizers.py, lr_schedules.py, trackers.py     registered parts
 """

@@ -2,18 +2,18 @@
 
     loss = denoising loss + weight * L,    L = - mean over tokens of cos(project(h_i), f_i)
 
-h_i are the kept tokens after the block. f_i are features of the clean image at the same places,
-computed ahead (`tread-zoo encode features=…`) and stored with the images. The projection is trained
-with the network; it is not averaged, sampled or scored.
+h_i are the kept tokens after the block. f_i are features of the clean image at the same positions,
+computed in advance (`tread-zoo encode features=…`) and stored with the images. The projection
+trains with the network; it is not averaged, and sampling does not use it.
 
     REPA    an MLP projects each token                                      arXiv 2410.06940
     iREPA   projection=conv, normalize=spatial, mean_share=0.6              arXiv 2512.10794
             with weight=1 for SiT and 0.5 for JiT
-    HASTE   stop: the term goes after a fraction of training                arXiv 2505.16792
-            its alignment of attention maps (of blocks 4 to 7) is not here
+    HASTE   stop: drops the term after a fraction of training               arXiv 2505.16792
+            its alignment of attention maps (blocks 4 to 7) is not implemented
 
 With `self_flow`, the averaged network is the encoder: f_i are its tokens after a later block, at
-the cleanest time of the image's tokens, and no features are stored.
+the less noisy of an image's two times, and no features are stored.
 
 Dimensions: B batch, N = h * w tokens, K kept tokens, D width, S channels of features.
 """
@@ -34,12 +34,12 @@ _EPS = 1e-6
 
 
 class Alignment(Protocol):
-    """What is registered as an alignment, but for `none`."""
+    """The interface of registered alignments, except `none`."""
 
     weight: float  # factor of the term in the loss
-    stop: float  # fraction of training, in (0, 1], after which there is no term
-    # Optional, the class variable `self_taught`: the features are tokens of the averaged network
-    # after the projection's `teacher_block`, without routes; `feature_size` is their width.
+    stop: float  # fraction of training, in (0, 1], after which the term is dropped
+    # Optional class variable `self_taught`: if True, the features are the averaged network's tokens
+    # after the projection's `teacher_block`, without routes, and `feature_size` is their width.
 
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
         """Return the projection, with weights from torch's global generator.
@@ -53,7 +53,7 @@ class Alignment(Protocol):
 @register("alignment", "none")
 @dataclass(frozen=True)
 class NoAlignment:
-    """The loss of the objective alone."""
+    """No alignment: only the loss of the objective."""
 
 
 @register("alignment", "repa")
@@ -62,16 +62,16 @@ class REPA:
     """The cosine similarity of projected tokens to the encoder's features.
 
     Args:
-        block: whose tokens, counted from 0, negative from the end; auto is a quarter of the depth,
-            the 8th of 28.
-        weight: of the term.
-        projection: mlp: of each token, three linear layers with SiLU between; conv: one 3x3
-            convolution over the grid, with zeros where a route took tokens out.
-        normalize: of the features: spatial subtracts from each channel `mean_share` of its mean
-            over the image and divides by its standard deviation.
+        block: align the tokens after this block; counts from 0, negative from the end. auto is a
+            quarter of the depth, the 8th of 28.
+        weight: factor of the term in the loss.
+        projection: mlp, three linear layers with SiLU on each token, or conv, one 3x3 convolution
+            over the grid, with zeros for tokens that bypass.
+        normalize: spatial subtracts from each channel of the features `mean_share` of its mean over
+            the image, and divides by its standard deviation.
         mean_share: fraction of the mean that `normalize=spatial` subtracts.
-        hidden_size: of the mlp.
-        stop: fraction of training after which the term and its cost are gone.
+        hidden_size: width of the mlp.
+        stop: fraction of training after which the term and its cost are dropped.
     """
 
     block: Literal["auto"] | int = "auto"
@@ -83,7 +83,7 @@ class REPA:
     stop: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def build(self, backbone: Backbone, feature_size: int) -> "Projector":
-        """Return the projection.
+        """Return the projection from tokens to features.
 
         Raises:
             ValueError: the backbone has no such block.
@@ -104,19 +104,21 @@ class REPA:
 @register("alignment", "self_flow")
 @dataclass(frozen=True, kw_only=True)
 class SelfFlow:
-    """The cosine similarity of projected tokens to the averaged network's, after Self-Flow (arXiv
-    2603.06507), with a projection of our own: the authors' has the layers D -> 2D -> D.
+    """The cosine similarity of projected tokens to the averaged network's, as in Self-Flow (arXiv
+    2603.06507). The projection differs: the authors' has the layers D -> 2D -> D.
 
-    The averaged network sees all tokens, with `objective.second_level` at the cleaner of the
-    image's two times, and gets no gradient. The authors take a quarter of the tokens
-    (`objective.second_level=0.25`), layer 8 of 28, and the averaged network's layer 20.
+    The averaged network gets all tokens, without gradient; with `objective.second_level`, it gets
+    them at the less noisy of the image's two times. The authors use `objective.second_level=0.25`,
+    layer 8 of 28, and the averaged network's layer 20.
 
     Args:
-        block: whose tokens, counted from 0, negative from the end; auto is three tenths of depth.
-        teacher_block: whose tokens of the averaged network; auto is seven tenths of the depth.
-        weight: of the term.
-        hidden_size: of the projection, three linear layers with SiLU between.
-        stop: fraction of training after which the term and its cost are gone.
+        block: align the tokens after this block; counts from 0, negative from the end. auto is
+            three tenths of the depth.
+        teacher_block: block of the averaged network that gives the features; auto is seven tenths
+            of the depth.
+        weight: factor of the term in the loss.
+        hidden_size: width of the projection, three linear layers with SiLU.
+        stop: fraction of training after which the term and its cost are dropped.
     """
 
     self_taught: ClassVar[bool] = True
@@ -128,7 +130,7 @@ class SelfFlow:
     stop: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def build(self, backbone: Backbone, feature_size: int) -> "Projector":
-        """Return the projection, with its `teacher_block`.
+        """Return the projection, with `teacher_block` set.
 
         Raises:
             ValueError: the backbone has no such block.
@@ -147,14 +149,14 @@ class Projector(nn.Module):
     """Projects tokens and compares them with features.
 
     Args:
-        layers: of tokens [..., D], or a convolution of [B,D,h,w].
-        block: whose tokens it takes.
+        layers: a network on tokens [..., D], or a convolution on [B,D,h,w].
+        block: index of the block whose tokens it takes.
         grid: (h, w) of the backbone.
-        mean_share: fraction of their mean over the image that is subtracted from the features, by
-            channel, before they are divided by their standard deviation; None: neither.
+        mean_share: normalise each channel of the features: subtract this fraction of its mean over
+            the image, and divide by its standard deviation; None: do neither.
 
     Attributes:
-        teacher_block: whose tokens of the averaged network are the features, if they are.
+        teacher_block: block of the averaged network whose tokens are the features, or None.
     """
 
     teacher_block: int | None = None
@@ -166,11 +168,11 @@ class Projector(nn.Module):
         self.layers, self.block, self.grid, self.mean_share = layers, block, grid, mean_share
 
     def forward(self, tokens: Tensor, ids: Tensor | None, features: Tensor) -> Tensor:
-        """Return - mean over the K tokens of their cosine similarity to the features, [B].
+        """Return minus the mean cosine similarity of the K tokens to the features, [B].
 
         Args:
             tokens: [B,K,D].
-            ids: int64 [B,K], their places; None: all N.
+            ids: int64 [B,K], raster positions of the tokens; None: all N.
             features: [B,S,h,w] of any grid, resized to the backbone's.
         """
         target = features.float()
@@ -196,7 +198,7 @@ class Projector(nn.Module):
 
 
 def _gather(tokens: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the tokens [B,K,D] of [B,N,D] at `ids`, or all."""
+    """Return the tokens [B,K,D] at `ids` of `tokens` [B,N,D]; None: all tokens."""
     if ids is None:
         return tokens
     return tokens.gather(1, ids[..., None].expand(-1, -1, tokens.shape[2]))
@@ -204,13 +206,13 @@ def _gather(tokens: Tensor, ids: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def token_width(backbone: Backbone) -> int:
-    """Return D of the tokens that `Backbone.forward(features=…)` gives."""
+    """Return the width D of the tokens that `Backbone.forward(features=…)` returns."""
     x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
     streams, _ = backbone.embed(x, torch.zeros(1), None)
     return backbone.hidden_state(streams).shape[-1]
 
 
 def add_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Have an optimizer train `parameters` too, with the options of its last group."""
+    """Add `parameters` to an optimizer as a new group, with the options of its last group."""
     options = {k: v for k, v in optimizer.param_groups[-1].items() if k != "params"}
     optimizer.add_param_group({**options, "params": list(parameters)})

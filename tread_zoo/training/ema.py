@@ -1,16 +1,16 @@
 """Averages of the weights, in float32.
 
     average_k = average_(k-1) + (1 - d_k) (weights_k - average_(k-1))          k = 1, 2, …
-    d_k = min(decay, (1 + k) / (10 + k))    exponential: early averages forget the start, or
-    d_k = decay                             without `training.ema_warmup`
+    d_k = min(decay, (1 + k) / (10 + k))    exponential: forgets the first steps faster; or
+    d_k = decay                             exponential without `training.ema_warmup`
     d_k = (1 - 1/k)^p                       power function (EDM2, arXiv 2312.02696, section 3)
 
 After t steps a power-function average weighs step k by (k^p - (k-1)^p) / t^p: its profile over time
-is p τ^(p-1) / t^p on [0, t], whose standard deviation is the fraction `width` of t (`sigma_rel` in
-the paper, and its gamma is p - 1). `tread_zoo.runs.posthoc_ema` makes other widths of two.
+is p τ^(p-1) / t^p on [0, t]. The profile's standard deviation is `width` times t (`sigma_rel` in
+the paper, whose gamma is p - 1). `tread_zoo.runs.posthoc_ema` computes other widths from two.
 
 `torch.optim.swa_utils.AveragedModel` is not used: its first update copies the weights instead of
-averaging, and it deep-copies the network, which one that is sharded by FSDP2 refuses.
+averaging, and it deep-copies the network, which fails for networks sharded by FSDP2.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,23 +25,23 @@ from tread_zoo.training.sharding import is_sharded, slice_like, whole
 
 
 class WeightAverage:
-    """A copy of a network whose parameters average those of the trained one.
+    """A copy of a network whose parameters are averages of the trained network's.
 
     Args:
-        network: copied before it is sharded.
-        decay: d_k of step k; `exponential_decay` or `power_decay`. 0 makes the copy follow the
-            weights.
+        network: the trained network, before it is sharded.
+        decay: function from step k to d_k: `exponential_decay` or `power_decay`. At d_k = 0 the
+            copy equals the weights.
     """
 
     def __init__(self, network: Backbone, decay: Callable[[int], float]) -> None:
-        # The weights require a gradient, though none is computed: autocast caches only such casts
-        # from one step of a sampler to the next.
+        # The weights require gradients although none is computed: autocast only caches casts of
+        # such weights from one step of a sampler to the next.
         self.network: Backbone = deepcopy(network).eval()
         self.decay = decay
-        self._slices: dict[str, Tensor] = {}  # by name, where the weights are sharded
+        self._slices: dict[str, Tensor] = {}  # by name, if the weights are sharded
 
     def to(self, device: torch.device, network: nn.Module) -> None:
-        """Move the averages to the weights of `network`, sharded as they are."""
+        """Move the averages to the devices of `network`'s weights, and shard them likewise."""
         for name, weight in network.named_parameters():
             if is_sharded(weight):
                 self._slices[name] = slice_like(self.network.get_parameter(name), weight)
@@ -50,12 +50,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, network: nn.Module, step: int, skipped: Tensor | None = None) -> None:
-        """Add the weights after optimizer step `step`, counted from 1, unless `skipped` (on their
-        device) is 1.0."""
+        """Average in the weights after optimizer step `step`, counted from 1, unless `skipped`, on
+        their device, is 1.0."""
         averages: Sequence[Tensor] = list(self._slices.values()) or list(self.network.parameters())
         weights = list(network.parameters())
-        # average -= (1 - decay) (average - weights): SGD with the weights as the gradient and a
-        # decay of 1, whose kernel reads on the device whether to change anything.
+        # average -= (1 - decay) (average - weights): SGD with the weights as negated gradient and a
+        # weight decay of 1. Its kernel reads `skipped` on the device.
         torch._fused_sgd_(
             _local(averages), _local(weights), [], lr=1 - self.decay(step), weight_decay=1.0,
             maximize=True, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,
@@ -77,12 +77,12 @@ class WeightAverage:
 
 
 def exponential_decay(decay: float, *, warmup: bool = True) -> Callable[[int], float]:
-    """Return d_k of the exponential average, with `warmup` one that grows to `decay`."""
+    """Return d_k of the exponential average; with `warmup` it grows up to `decay`."""
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 def power_decay(width: float) -> Callable[[int], float]:
-    """Return d_k of the power-function average of a relative width."""
+    """Return d_k of the power-function average with a relative width."""
     power = width_to_exponent(width)
     return lambda step: (1 - 1 / step) ** power
 

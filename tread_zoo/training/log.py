@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 GRID_IMAGES, GRID_SEED = 100, 0
 SHOWN_CLASSES = 10
 HELD_OUT_SEED = 0
-HELD_OUT_DRAWS = 8  # for each image, of a score
+HELD_OUT_DRAWS = 8  # noises per image for a score's held-out loss
 QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
 
 
 class EarlyRecords(logging.Handler):
-    """Context manager that keeps the package's log records until there is a train.log, such as what
-    the data says while they are opened."""
+    """Context manager that keeps the package's log records, such as those from opening the data,
+    until train.log exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class EarlyRecords(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
-        last = logging.lastResort  # logging's own only prints where no handler is set
+        last = logging.lastResort  # prints as if this handler were not set
         if last is not None and not logging.getLogger().handlers and record.levelno >= last.level:
             last.handle(record)
 
     def write_to(self, handler: logging.Handler) -> None:
-        """Pass the records on, and keep no more."""
+        """Pass the records to `handler`, and record no more."""
         self.__exit__()
         for record in self.records:
             handler.handle(record)
@@ -80,8 +80,8 @@ class EarlyRecords(logging.Handler):
 
 class Log:
     """Context manager that logs a run to its folder. Only rank 0 writes. `state` is the state at
-    start or after a resume, `step_flops` counts the steps of a network and of a routing; `early`
-    has the records so far."""
+    start or after a resume, `step_flops` returns the FLOPs of steps by stage, and `early` has the
+    records so far."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Log:
             held_out_loss, objective=setup.objective, data=setup.data, seed=HELD_OUT_SEED,
             precision=precision, batch_size=setup.config.evaluation.batch_size,
         )  # fmt: skip
-        self.cache: dict[str, Any] = {}  # results of the evaluation that depend on the data alone
+        self.cache: dict[str, Any] = {}  # results of scoring that depend only on the data
         self.peak_flops: float | None = None
         parts = [part for part in (setup.data.train, setup.data.held_out) if part is not None]
         share, device = setup.training.max_corrupt_share, accelerator.device
@@ -132,7 +132,7 @@ class Log:
 
     @property
     def folder(self) -> Path:
-        """The run's folder; see `open_folder` for what it raises."""
+        """The run's folder; for errors see `open_folder`."""
         return self.locked_folder()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -151,7 +151,7 @@ class Log:
             shown=sys.stderr.isatty(),
         )  # fmt: skip
         self._stack.callback(self.bar.close)
-        if not self.bar.disable:  # log lines appear above it
+        if not self.bar.disable:  # log lines appear above the bar
             self._stack.enter_context(logging_redirect_tqdm())
         return self
 
@@ -231,8 +231,8 @@ class Log:
         ]  # fmt: skip
 
     def estimate_time(self, step: int) -> None:
-        """Log how long a run on a CPU will take, once, from its second and third step. On a GPU
-        steps are queued, and the first line of metrics shows it."""
+        """Log once how long a run on a CPU will take, from its second and third step. On a GPU,
+        where steps are queued, the first line of metrics shows the speed."""
         if not self.is_main or self.accelerator.device.type != "cpu":
             return
         if step == self.first_step + 1:
@@ -260,7 +260,7 @@ class Log:
 
     def _write_metrics(self, step: int, numbers: dict[str, float]) -> None:
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        self.locked_folder()  # else they might go to another run
+        self.locked_folder()  # raises if the folder is another run's
         self.trackers.log(step, numbers)
         text = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if not k.startswith(QUIET))
         done, total = step - self.first_step, self.setup.num_steps
@@ -273,7 +273,7 @@ class Log:
         self._write_page([line])
 
     def _write_page(self, status: list[str], *, ended: bool = False) -> None:
-        """Write the run's page, as often as it is loaded again, and at the end."""
+        """Write the run's page if it is time for a refresh or the run has `ended`."""
         if not ended and time.monotonic() < self.next_page:
             return
         self.next_page = time.monotonic() + REFRESH_S
@@ -296,8 +296,8 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
-        """Return whether samples, and a score before the end, are due after a step; in a run that
-        was `resumed` there, those that are missing. Every rank must call this."""
+        """Return whether samples, and whether a score before the end, are due after a step. In a
+        run that was `resumed` at this step, only missing ones are. Every rank must call this."""
         training, last = self.setup.training, step == self.setup.num_steps
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)
@@ -311,7 +311,7 @@ class Log:
         return samples, score
 
     def _has_samples(self, step: int) -> bool:
-        """Return whether `samples` was completed at a step."""
+        """Return whether `samples` was completed after a step."""
         if self.setup.data.held_out is None:
             return self._grid(step).exists()
         rows = read_metrics(self.folder)
@@ -333,7 +333,7 @@ class Log:
             state.average.release()
 
     def _save_grids(self, network: Backbone, step: int) -> None:
-        """Save samples and, once, real images beside them."""
+        """Save samples and, the first time, real images."""
         setup, data, device = self.setup, self.setup.data, self.accelerator.device
         indices = range(GRID_IMAGES)
         names = [data.class_names[i % data.num_classes] for i in indices if data.num_classes]
@@ -394,7 +394,7 @@ class Log:
         before, values = self.scores.get(state.step), score_names(record)
         self.scores[state.step] = record
         self._write_scores()
-        if before is None or score_names(before) != values:  # a finished run may be resumed
+        if before is None or score_names(before) != values:  # not twice after a resume
             self.trackers.log(state.step, {k: v for k, v in values.items() if math.isfinite(v)})
         if last:
             write_text(self.folder / SCORE, json.dumps(record, indent=2))
@@ -408,20 +408,20 @@ class Log:
             _say("score", f"step {state.step}  {shown}")
 
     def _write_scores(self) -> None:
-        """Rewrite the file: its few lines are then never half written."""
+        """Rewrite the whole file of scores, so that no line is ever half written."""
         if self.scores or (self.folder / SCORES).exists():
             with _optional(self.folder / SCORES):
                 write_lines(self.folder / SCORES, self.scores.values())
 
 
 def read_scores(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the records of a run's `scores.jsonl` by step, ascending; empty if it has none."""
+    """Return the records of a run's `scores.jsonl` by ascending step; empty if there are none."""
     records = {int(record["protocol"]["step"]): record for record in read_lines(folder / SCORES)}
     return dict(sorted(records.items()))
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether what is done every so many steps, 0 for never, is due after a step."""
+    """Return whether a task that is done every `every` steps (0: never) is due after `step`."""
     return bool(every) and step % every == 0
 
 

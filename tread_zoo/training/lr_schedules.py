@@ -1,15 +1,15 @@
-"""Learning-rate schedules: the factor on every learning rate at a step.
+"""Learning-rate schedules: a factor f on every learning rate, by step.
 
     warm-up    f = (step + 1) / warmup_steps                        step < warmup_steps
     then, with p = (step - warmup_steps) / (num_steps - warmup_steps):
     constant   f = 1
     linear     f = 1 - p
     cosine     f = (1 + cos(pi p)) / 2
-    wsd        f = 1, and over the last `decay` of all steps linearly to 0 (warm-up, stable, decay;
-               MiniCPM, arXiv 2404.06395)
+    wsd        f = 1, then linear to 0 over the last fraction `decay` of all steps (warm-up, stable,
+               decay; MiniCPM, arXiv 2404.06395)
 
-A schedule is called with (step, num_steps), steps counted from 0. warmup_steps=auto is 50, or a
-fifth of a run of fewer than 250 steps.
+A schedule is called with (step, num_steps); steps count from 0. warmup_steps=auto is 50, or a fifth
+of the steps if there are fewer than 250.
 """
 
 import math
@@ -24,7 +24,7 @@ from tread_zoo.registry import register
 
 
 class LRSchedule(Protocol):
-    """Return the factor on the learning rates at `step` of `num_steps`."""
+    """A function that returns the factor on the learning rates at `step` of `num_steps`."""
 
     def __call__(self, step: int, num_steps: int) -> float: ...
 
@@ -32,7 +32,7 @@ class LRSchedule(Protocol):
 @register("lr_schedule", "constant")
 @dataclass(frozen=True)
 class Constant:
-    """Warm-up, then the peak."""
+    """Warm-up, then constant at the peak."""
 
     warmup_steps: Auto | NonNegativeInt = "auto"
 
@@ -51,7 +51,7 @@ class Constant:
 @register("lr_schedule", "linear")
 @dataclass(frozen=True)
 class Linear(Constant):
-    """Warm-up, then straight to 0."""
+    """Warm-up, then linear to 0."""
 
     def after(self, progress: float) -> float:
         return 1.0 - progress
@@ -69,7 +69,7 @@ class Cosine(Constant):
 @register("lr_schedule", "wsd")
 @dataclass(frozen=True)
 class WarmupStableDecay(Constant):
-    """Warm-up, then the peak, then straight to 0 over the last `decay` of all steps."""
+    """Warm-up, then constant at the peak, then linear to 0 over the last fraction `decay`."""
 
     decay: Annotated[float, Field(gt=0, le=1)] = 0.2
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tread_zoo.training.setup import TrainState
 
-NUM_LEVELS = 4  # losses are logged by fourths of the noise levels, the lowest first
-# Of data sheets, without sparsity: fp32, which has no TF32 here; bf16 or fp16.
+NUM_LEVELS = 4  # losses are logged per quarter of the noise levels, lowest first
+# Peak TFLOPS from data sheets, without sparsity: (fp32 without TF32, bf16 or fp16).
 PEAK_TFLOPS = {
     "A10": (31.2, 125), "A30": (10.3, 165), "A40": (37.4, 149.7),
     "A100": (19.5, 312), "A100 PCIE": (19.5, 312), "RTX A6000": (38.7, 154.8),
@@ -22,12 +22,12 @@ PEAK_TFLOPS = {
     "H100": (67, 989), "H100 PCIE": (51, 756), "H100 NVL": (60, 835), "H200": (67, 989),
     "B200": (75, 2250), "MI300X": (163.4, 1307.4),
 }  # fmt: skip
-_ASIDE = r"NVIDIA|AMD Instinct|GeForce|Generation|SXM\d|\d+GB|HBM\d\w?"  # of a GPU's name
+_ASIDE = r"NVIDIA|AMD Instinct|GeForce|Generation|SXM\d|\d+GB|HBM\d\w?"  # ignored in a GPU's name
 
 
 @contextmanager
 def timed(state: TrainState, name: str) -> Iterator[None]:
-    """Add the seconds of the block to those of `name`; `data` is a part of `training`."""
+    """Add the duration of the `with` block to `state.seconds[name]`; `training` includes `data`."""
     began = time.perf_counter()
     try:
         yield
@@ -36,21 +36,21 @@ def timed(state: TrainState, name: str) -> Iterator[None]:
 
 
 class Window:
-    """The optimizer steps since the last line of the log; seconds are those of training alone."""
+    """The optimizer steps since the last line of the log; only seconds of training count."""
 
     def __init__(self, state: TrainState) -> None:
-        self.learning_rate = self.grad_norm = math.nan  # of the last step
+        self.learning_rate = self.grad_norm = math.nan  # at the last step
         self._begin(state)
 
     def _begin(self, state: TrainState) -> None:
         self._first, self._began = state.step, state.seconds.get("training", 0.0)
-        self.norms: list[Tensor] = []  # of the gradient of each step, on the device
+        self.norms: list[Tensor] = []  # gradient norm of each step, on the device
         self._losses: list[Tensor] = []
         self._levels: list[Tensor] = []
         self._means: dict[str, list[Tensor]] = {}
 
     def add(self, losses: Tensor, values: dict[str, Tensor], levels: Tensor) -> None:
-        """Add a micro-step of this rank: losses and levels [B], other values of the objective."""
+        """Add a micro-step of this rank: losses and levels [B], and the objective's values."""
         self._losses.append(losses.detach().float())
         self._levels.append(levels)
         for name, value in {"loss": losses, **values}.items():
@@ -61,10 +61,10 @@ class Window:
         return torch.stack(self._means["loss"]).view(len(self.norms), -1).mean(dim=1)
 
     def close(self, state: TrainState) -> dict[str, float]:
-        """Return the means of the window, and begin another; every rank must call this.
+        """Return the means over the window, and begin a new one; every rank must call this.
 
-        They are `loss` and other values of the objective, `images_per_s`, `loss_level_1` …
-        `loss_level_4` (of this rank), `learning_rate` and `grad_norm` of the last step,
+        These are `loss` and other values of the objective, `images_per_s`, `loss_level_1` …
+        `loss_level_4` (on this rank), `learning_rate` and `grad_norm` at the last step, and
         `peak_memory`.
         """
         numbers = {
@@ -83,7 +83,7 @@ class Window:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak of bytes: of a GPU's tensors since the run began, or of the process."""
+    """Return the peak memory in bytes: of a GPU's tensors since the start, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
@@ -93,8 +93,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the FLOPs per second of a GPU's data sheet by torch's name of it; None for others, a
-    part of one (MIG) and laptops' included."""
+    """Return the FLOPs per second from the data sheet of a GPU, given torch's name for it. None if
+    unknown, also for laptops and partitions (MIG)."""
     words = re.sub(_ASIDE, " ", name).replace("-", " ").upper().split()
     fp32, half = PEAK_TFLOPS.get(" ".join(words), (None, None))
     peak = fp32 if precision == "fp32" else half

@@ -1,7 +1,7 @@
-"""The state of an optimizer of any kind, by the names of its parameters, for checkpoints.
+"""The state of any optimizer, keyed by parameter names, for checkpoints.
 
-torch.distributed.checkpoint.state_dict is not used for it: it takes a step of its own to make the
-state that it loads into, which not every optimizer survives unchanged.
+torch.distributed.checkpoint.state_dict is not used: it takes an optimizer step to create the state
+that it loads into, which changes some optimizers.
 """
 
 from collections import defaultdict
@@ -15,8 +15,8 @@ from tread_zoo.training.sharding import slice_like, whole
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that have state: those that `optimizer` holds as attributes or in lists
-    of them, or itself."""
+    """Return the optimizers that have state: those in attributes of `optimizer`, or in lists there,
+    or else `optimizer` itself."""
     inner = []
     for value in vars(optimizer).values():
         for each in value if isinstance(value, list | tuple) else (value,):
@@ -28,9 +28,9 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the tensors of an optimizer's state, whole, by `<parameter>|<name>`; and for each of
-    `inner_optimizers` the other values, {"state": {key: value}, "groups": [{option: value}]}.
-    Every rank must call this."""
+    """Return the unsharded tensors of an optimizer's state, keyed `<parameter>|<name>`, and for
+    each of `inner_optimizers` the other values, {"state": {key: value}, "groups": [{option:
+    value}]}. Every rank must call this."""
     tensors: dict[str, Tensor] = {}
     plain: list[Any] = []
     for inner in inner_optimizers(optimizer):
@@ -57,8 +57,8 @@ def load_optimizer_state(
     *,
     with_groups: bool,
 ) -> None:
-    """Load what `optimizer_state` returned, on each rank its slices; `with_groups` also the
-    options of the groups, in place of those that the optimizer was built with."""
+    """Load what `optimizer_state` returned; each rank loads its slices. `with_groups` also restores
+    the groups' options, in place of those that the optimizer was built with."""
     for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
         numbers = {name: number for number, name in enumerate(_names(inner, parameters))}
         content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)
@@ -70,7 +70,7 @@ def load_optimizer_state(
                 state[numbers[parameter]][name] = value
         content["state"] = dict(state)
         if with_groups:
-            # The last group, an alignment's, is there only while there is one.
+            # The last group may be missing: it exists only while an alignment does.
             for group, options in zip(content["param_groups"], saved["groups"], strict=False):
                 group |= options
         inner.load_state_dict(content)

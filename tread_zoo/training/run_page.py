@@ -1,5 +1,5 @@
-"""A run's page, `index.html`: what it does now, its losses and newest samples. While it trains, the
-page loads itself again. Curves are drawn here: matplotlib takes a second, and training runs on."""
+"""A run's page, `index.html`: its state, losses and newest samples. The page reloads itself during
+training. Curves are drawn without matplotlib, which would hold up training for a second."""
 
 import html
 import math
@@ -30,8 +30,8 @@ text {{ fill: currentColor; font-size: 12px }} polyline {{ fill: none; stroke-wi
 """
 WIDTH, HEIGHT, MARGIN = 720, 220, 40
 CURVES = {"loss": "loss in training", "held_out_loss": "held-out loss"}
-MOST_POINTS = 400  # of a curve
-REFRESH_S = 20  # a page that is open loads itself again
+MOST_POINTS = 400  # per curve
+REFRESH_S = 20  # an open page reloads itself at this interval
 
 
 def write_run_page(
@@ -40,9 +40,9 @@ def write_run_page(
     """Write the page of a run.
 
     Args:
-        rows: of `metrics.jsonl`.
+        rows: the lines of `metrics.jsonl`.
         status: lines of text.
-        ended: the page need not be loaded again.
+        ended: the run has ended, so the page stops reloading itself.
     """
     newest = sorted((folder / "samples").glob("step_*.png"))[-1:]
     titles = {path: f"samples at step {int(path.stem[5:])}" for path in newest}
@@ -61,7 +61,7 @@ def write_run_page(
 
 
 def _curves(rows: list[Mapping[str, Any]]) -> str:
-    """Return the losses by step as an SVG; the vertical axis is logarithmic."""
+    """Return an SVG of the losses against step, with a logarithmic vertical axis."""
     curves = {
         name: [(row["step"], row[name]) for row in rows if row.get(name, 0) > 0] for name in CURVES
     }

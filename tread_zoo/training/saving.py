@@ -1,4 +1,4 @@
-"""Saving a run: its state, gathered from all ranks, each of which must call."""
+"""Saving a run's state, gathered from all ranks; every rank must call these functions."""
 
 import logging
 from pathlib import Path
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_state(state: TrainState, folder: Path) -> None:
-    """Save weights, averages, the optimizer's state and settings."""
+    """Save a checkpoint: weights, averages, the optimizer's state and settings."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     setup, scaler = state.setup, state.accelerator.scaler
@@ -56,7 +56,7 @@ def save_snapshot(state: TrainState, folder: Path) -> None:
 
 
 def _gather(state: TrainState, averages: dict[str, WeightAverage]) -> dict[str, dict[str, Tensor]]:
-    """Return whole averages on the CPU of the main process, gathered one at a time."""
+    """Return the unsharded averages on the main process's CPU, gathered one at a time."""
     parts, accelerator = {}, state.accelerator
     for part, average in averages.items():
         whole = average.whole(accelerator.device).state_dict()

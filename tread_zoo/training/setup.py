@@ -1,7 +1,7 @@
 """The parts of a run, and its state on the devices.
 
-build_setup(config)   every part, on the CPU, weights from the seed: checked, nothing written
-place(setup, …)       on this process's device, sharded if requested, as a checkpoint left it
+build_setup(config)   makes and checks all parts on the CPU, weights from the seed; writes nothing
+place(setup, …)       moves them to this process's device, shards them, and loads a checkpoint
 """
 
 import functools
@@ -54,9 +54,9 @@ COMPILE_BACKEND = "inductor"
 class Setup:
     """The parts of a run.
 
-    `projector` is the network that an alignment trains beside the backbone, `weak` that of a
-    guidance's checkpoint. `not_scored` names the metrics left out, and why; `initial` the weights
-    that a new run starts from.
+    `projector` is the network that an alignment trains with the backbone, `weak` the network of a
+    guidance's checkpoint. `not_scored` says which metrics are left out and why; `initial` says
+    which weights a new run starts from.
     """
 
     config: RunConfig
@@ -96,14 +96,14 @@ class Setup:
 
     @property
     def aligned_steps(self) -> int:
-        """Number of the first optimizer steps that have the alignment's term."""
+        """Number of optimizer steps, from the start, whose loss has the alignment's term."""
         return 0 if self.projector is None else math.ceil(self.alignment.stop * self.num_steps)
 
     def batches(
         self, rank: int = 0, num_ranks: int = 1, step: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield (images as stored, labels [B] or contexts [B,T,S]) for each micro-step of a rank,
-        from optimizer step `step` on. Features [B,K,S,h,w] are added until the alignment stops.
+        starting at optimizer step `step`. Features [B,K,S,h,w] follow until the alignment stops.
 
         Raises:
             ValueError: there are too few images for one batch on each rank.
@@ -127,7 +127,7 @@ class Setup:
 
 
 def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
-    """Return the parts of a run, with weights drawn from the seed or taken from `source`.
+    """Return the parts of a run, with random weights from the seed or weights from `source`.
 
     Raises:
         CheckpointError: the weights of `source` do not fit.
@@ -172,7 +172,7 @@ def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
 
 
 def _add_routing(config: RunConfig, backbone: Backbone) -> Method:
-    """Return the routing method, whose weights, if any, are now the backbone's."""
+    """Return the routing method, after adding its weights, if any, to the backbone."""
     routing: Method = create("routing", config.routing)
     num_steps = int(config.training.num_steps)
     if not routing.routed_steps(num_steps):
@@ -217,23 +217,23 @@ def _build_projector(
 
 @dataclass
 class TrainState:
-    """A run on its devices: what an optimizer step changes, and what it needs for that."""
+    """The state of a run on its devices: what an optimizer step changes or needs."""
 
     setup: Setup
     accelerator: "Accelerator"
     model: nn.Module  # the backbone as it is called in training, wrapped for several processes
-    projector: nn.Module | None  # of an alignment, wrapped likewise
-    whole: Backbone  # the network with all of its weights, for counting and describing
+    projector: nn.Module | None  # the alignment's projection, wrapped likewise
+    whole: Backbone  # the unsharded network, for counting and describing
     optimizer: torch.optim.Optimizer
     stepper: Any  # the optimizer as accelerate wraps it
-    averages: dict[str, WeightAverage]  # by their part of a checkpoint
-    rates: list[float] = field(default_factory=list)  # initial ones of the parameter groups
+    averages: dict[str, WeightAverage]  # by file name in a checkpoint
+    rates: list[float] = field(default_factory=list)  # peak learning rates of parameter groups
     step: int = 0  # optimizer steps done
     seconds: dict[str, float] = field(default_factory=dict)  # spent so far, by purpose
 
     @property
     def average(self) -> WeightAverage:
-        """The averaged weights that are sampled and scored."""
+        """The averaged weights, used for samples and scores."""
         return self.averages["ema"]
 
     @property
@@ -252,15 +252,15 @@ class TrainState:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer, and of those within it."""
+        """The parameter groups of the optimizer or of its inner optimizers."""
         inner = inner_optimizers(self.optimizer)
         return [group for each in inner for group in each.param_groups]
 
 
 def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Accelerator":
-    """Return the accelerator that connects the processes of a launcher. The loop applies autocast;
-    accelerate scales the loss in fp16. DDP does not wait for gradients of weights that a step may
-    leave out."""
+    """Return the accelerator that connects a launcher's processes. The loop applies autocast;
+    accelerate scales the loss in fp16. If steps may leave weights out, DDP does not wait for their
+    gradients."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     ddp = DistributedDataParallelKwargs(
@@ -279,8 +279,8 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
 def check_ranks_agree(
     accelerator: "Accelerator", checkpoint: Checkpoint | None, setup: Setup
 ) -> None:
-    """Raise a `ValueError` on every rank if they start different runs, as with folders that are not
-    shared or a file system that lags behind: nothing else would show it."""
+    """Raise a `ValueError` on every rank if ranks start different runs, for example because folders
+    are not shared or a file system lags. Nothing else would notice."""
     if accelerator.num_processes == 1:
         return
     from accelerate.utils import gather_object
@@ -301,7 +301,7 @@ def check_ranks_agree(
 
 
 def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
-    """Return the state of a run at its start, or as a checkpoint left it; every rank calls this."""
+    """Return the state of a run at its start or from a checkpoint; every rank must call this."""
     network, projector, training = setup.backbone, setup.projector, setup.training
     decays = {"ema": exponential_decay(training.ema_decay, warmup=training.ema_warmup)}
     if training.ema_snapshots_every:
@@ -312,10 +312,10 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         for part, average in averages.items():
             load_weights(average.network, checkpoint, part)
         if projector is not None and "alignment.safetensors" in checkpoint.meta["sha256"]:
-            load_weights(projector, checkpoint, "alignment")  # else it was added by this resume
+            load_weights(projector, checkpoint, "alignment")  # absent if new in this resume
     dtype = DTYPES[resolve_precision(setup.training.precision, accelerator.device)]
     if setup.training.compile:
-        describe(accelerator.device, dtype=dtype)  # compiled code cannot compare the kernels
+        describe(accelerator.device, dtype=dtype)  # compiled code cannot check kernels
         compile_blocks(network)
     modules = [network] if projector is None else [network, projector]
     if sharding_requested() and torch.distributed.is_initialized():
@@ -332,7 +332,7 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
     optimizer = setup.optimizer.build(network)
     if projector is not None:
         add_parameters(inner_optimizers(optimizer)[-1], list(projector.parameters()))
-    # Two modules, for the projector is not called once the alignment has stopped.
+    # Wrap the modules separately: once the alignment stops, the projector is not called.
     wrapped = modules if sharded else [accelerator.prepare_model(module) for module in modules]
     state = TrainState(
         setup=setup, accelerator=accelerator, model=wrapped[0],
@@ -353,7 +353,7 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
     """Load a checkpoint's optimizer, scaler, step and seconds."""
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
-    if before["name"] == now["name"]:  # another one starts anew
+    if before["name"] == now["name"]:  # another optimizer starts fresh
         tensors = checkpoint.tensors("optimizer")
         with as_checkpoint_error(checkpoint.path, "has an optimizer's state that does not fit"):
             load_optimizer_state(
@@ -373,12 +373,12 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
 
 def compile_blocks(network: Backbone) -> None:
     """Compile each block in place, at its first call; blocks of one kind share their graphs. The
-    batch is a dynamic size from the start, the number of tokens from its second value on: neither
-    another batch size nor a rate that follows a schedule compiles again."""
+    batch size is dynamic from the start, the number of tokens from its second value on, so a new
+    batch size or a scheduled rate does not recompile."""
     config = torch._dynamo.config
-    # Blocks of every kind (with a skip or without, routed or dense) share one cache.
+    # Blocks of all kinds (with or without a skip, routed or dense) share one cache.
     config.recompile_limit = max(config.recompile_limit, 8 * network.num_blocks)
-    # DDP would cut graphs at its buckets; between blocks it can send gradients early as it is.
+    # Do not let DDP cut graphs at its buckets; it can send gradients early between blocks.
     config.optimize_ddp = False
     for block in network.blocks:
         block.compile(backend=COMPILE_BACKEND)
@@ -387,8 +387,8 @@ def compile_blocks(network: Backbone) -> None:
 
 
 def _mark_sizes(call: Any) -> Any:
-    """Return `call` with marked arguments: of tokens and conditions the batch is dynamic, of
-    indices, [B, K] or [B * K], every size."""
+    """Return `call` with dynamic sizes marked in its arguments: the batch size of tokens and
+    conditions, and every size of indices, [B, K] or [B * K]."""
 
     def mark(value: Any) -> None:
         if isinstance(value, Tensor):

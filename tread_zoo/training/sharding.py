@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CAST = (nn.Linear, nn.Conv1d, nn.Conv2d)  # autocast computes them in half precision
+CAST = (nn.Linear, nn.Conv1d, nn.Conv2d)  # layers that autocast runs in half precision
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -16,24 +16,24 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with the slices of all ranks; every rank must call this."""
+    """Return the whole tensor, gathered from all ranks; every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's slice of a whole tensor, cut as `like` is; itself if that is whole."""
+    """Return this rank's slice of a whole tensor, sharded like `like` (if that is sharded)."""
     if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    # src_data_rank=None: every rank read the same file, so that nothing has to be sent.
+    # src_data_rank=None: every rank has read the same file, so nothing has to be sent.
     return distribute_tensor(tensor.detach().to(like.device), mesh, placements, src_data_rank=None)
 
 
 def sharding_requested() -> bool:
-    """Return whether `accelerate launch` is to use FSDP, by its file or `--use_fsdp`; settings of
-    its `fsdp_config` that would be ignored are a `ValueError`."""
+    """Return whether `accelerate launch` requests FSDP, in its file or by `--use_fsdp`. Settings in
+    its `fsdp_config` that we would ignore raise a `ValueError`."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False
     for name, works, remedy in (
@@ -48,12 +48,12 @@ def sharding_requested() -> bool:
 
 
 def shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-    """Slice the weights of the network, the first module, and of others over all ranks, in place:
-    each block by itself, and the rest.
+    """Shard the weights of all modules over all ranks, in place. The first module is the network,
+    whose blocks are sharded one by one.
 
-    A block of which autocast casts every weight is gathered in `dtype`, which computes the same;
-    rates and steps of a scan, and norms, do not bear it. Gradients are reduced in float32.
-    accelerate's own plugin finds blocks by the names of classes, and does not know the CPU.
+    If autocast casts all weights of a block, the block is gathered in `dtype`, with equal results;
+    norms, and rates and steps of scans, need float32. Gradients are reduced in float32.
+    accelerate's own plugin is not used: it finds blocks by class names and does not support CPUs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

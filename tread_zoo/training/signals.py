@@ -1,5 +1,5 @@
-"""Signals that end a run: it saves after the step (of several processes a few steps later) and
-exits.
+"""Signals that end a run: it saves after the current step (a few steps later with several
+processes) and exits.
 
     signal              sent by                                   exit status
     SIGHUP              a terminal that is closed                 129 = 128 + 1
@@ -7,8 +7,8 @@ exits.
     SIGTERM             kill, a launcher, a cluster that ends it  143 = 128 + 15
     SIGUSR1, SIGUSR2    SLURM (--signal=USR1@120), submitit       75: run the same command again
 
-75 is EX_TEMPFAIL of sysexits.h; docs/distributed.md says how a job script requeues on it. A SIGHUP
-that nohup ignores stays ignored.
+75 is EX_TEMPFAIL in sysexits.h; docs/distributed.md shows a job script that requeues on it. SIGHUP
+stays ignored under nohup.
 """
 
 import logging
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 REQUEUE_STATUS = 75
 REQUEUE_SIGNALS: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
-# Where several came, to this process or to others, the last of these decides.
+# Ascending priority: if several signals came, here or in other processes, the last in it decides.
 SIGNALS: tuple[int, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *REQUEUE_SIGNALS)
 AGAIN_AT_ONCE = (signal.SIGINT, signal.SIGTERM)
-# A launcher passes on what the terminal or the cluster has sent to every process already.
+# A launcher repeats signals that the terminal or cluster has already sent to every process.
 REPEAT_SECONDS = 3.0
 
 
 class Stopped(SystemExit):
-    """A signal ended the run; the module's docstring has the exit status."""
+    """A signal ended the run; the module's docstring lists the exit statuses."""
 
 
 def requeue_from_the_start() -> None:
-    """Handle the signals that requeue until `StopSignals` does: by default they kill the process
-    with another status. Until `imported`, Ctrl-C ends it in one line: an import that is interrupted
-    may raise anything."""
+    """Until `StopSignals` takes over, end the process with the requeue status on signals that
+    requeue: by default the status is another. Until `imported`, Ctrl-C ends the process with one
+    line, because an interrupted import may raise anything."""
     for number in REQUEUE_SIGNALS:
         signal.signal(number, _requeue)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -65,15 +65,15 @@ def _requeue(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def strongest(numbers: Sequence[int]) -> int:
-    """Return the signal of these that decides, the last in the order of `SIGNALS`; or 0."""
+    """Return the signal with the highest priority, the last in `SIGNALS`, or 0 without signals."""
     return max(numbers, default=0, key=SIGNALS.index)
 
 
 class StopSignals:
-    """The signals that came while `deferred` was entered.
+    """Context manager that records the signals that come within `deferred`.
 
-    Outside of `deferred` there is nothing to save: SIGHUP, SIGINT and SIGTERM do what they always
-    do, and the signals that requeue end the process at once with their status.
+    Outside of `deferred` there is nothing to save: SIGHUP, SIGINT and SIGTERM act as usual, and
+    signals that requeue end the process at once with their status.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, max_time_s: float | None = None) -> Iterator[None]:
-        """Record signals in `received`. A second SIGINT or SIGTERM, seconds later, acts. After
-        `max_time_s` a SIGUSR1 is recorded, too."""
+        """Record signals in `received`, and a SIGUSR1 after `max_time_s`. A second SIGINT or
+        SIGTERM, some seconds after the first, acts at once."""
         self._handle(SIGNALS, self._record)
         timer = threading.Timer(max_time_s or 0, self._record, (signal.SIGUSR1, None))
         timer.daemon = True
@@ -110,10 +110,10 @@ class StopSignals:
 
     @contextmanager
     def interrupting(self, network: "nn.Module") -> Iterator[None]:
-        """Leave the block at the first call of `network` after a signal was recorded."""
+        """Leave the `with` block at the first call of `network` after a signal was recorded."""
 
         def check(module: "nn.Module", given: object) -> None:
-            if module is network and self.received:  # a copy of it only counts FLOPs
+            if module is network and self.received:  # copies count FLOPs
                 raise Stopped
 
         hook = network.register_forward_pre_hook(check)
@@ -124,8 +124,8 @@ class StopSignals:
             hook.remove()
 
     def exit(self, number: int) -> NoReturn:
-        """End the process because of signal `number`. An earlier handler, such as submitit's that
-        requeues its job, is called first."""
+        """End the process because of signal `number`. For signals that requeue, an earlier handler,
+        such as submitit's, is called first."""
         before = self._before.get(number)
         if number in REQUEUE_SIGNALS and callable(before):
             before(number, None)
@@ -133,7 +133,7 @@ class StopSignals:
 
     def _handle(self, numbers: tuple[int, ...], handler: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # which alone may handle signals
+            return  # only the main thread may set handlers
         for number in numbers:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup

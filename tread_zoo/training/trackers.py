@@ -1,4 +1,4 @@
-"""Trackers: services that receive the metrics and pictures of a run, beside its `metrics.jsonl`.
+"""Trackers: services that get the metrics and pictures of a run, in addition to `metrics.jsonl`.
 
 A tracker is a dataclass of options with the four methods of `Tracker`, which only the main process
 calls. After a failure it is dropped with one warning, and the run continues.
@@ -28,7 +28,7 @@ METRICS = "metrics.jsonl"
 @register("tracker", "local")
 @dataclass
 class Tracker:
-    """The interface of a tracker; this one adds nothing to `metrics.jsonl`."""
+    """The interface of a tracker, and the tracker `local`, which does nothing."""
 
     def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
         """Start at step 0, or at the step of a resume; called first."""
@@ -53,8 +53,8 @@ class AccelerateTracker(Tracker):
     """A tracker of accelerate. Other settings come from the service's environment variables.
 
     Args:
-        service: accelerate's name of the service, which is also the name of its package.
-        project: project of the run; for tensorboard, the folder within the run's.
+        service: accelerate's name for the service, which is also the name of its package.
+        project: project of the run; for tensorboard, a folder in the run's folder.
 
     Raises:
         ValueError: the service's package is not installed.
@@ -82,7 +82,7 @@ class AccelerateTracker(Tracker):
             options = {"run_name": run_dir.name}
         self.tracker = LOGGER_TYPE_TO_CLASS[self.service](self.project, **options)
         self.tracker.start()
-        if self.service != "tensorboard":  # which would show it as a separate run
+        if self.service != "tensorboard":  # it would show them as a separate run
             self.tracker.store_init_configuration(settings)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -102,8 +102,8 @@ class AccelerateTracker(Tracker):
 
 
 def _wandb_options(run_dir: Path) -> dict[str, Any]:
-    """Return wandb's keywords. A resumed run keeps its id. Without a key or WANDB_MODE it works
-    offline and asks for no login."""
+    """Return keywords for wandb. A resumed run keeps its id. Without a key or WANDB_MODE, wandb
+    works offline and does not ask for a login."""
     from requests.utils import get_netrc_auth
 
     file = run_dir / "wandb_id"
@@ -114,7 +114,7 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
         "dir": str(run_dir),
     }  # fmt: skip
     if sys.argv != without_credentials(sys.argv):
-        options["settings"] = {"x_disable_meta": True}  # else it stores the command line
+        options["settings"] = {"x_disable_meta": True}  # else wandb stores the command line
     site = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if not {"WANDB_MODE", "WANDB_API_KEY"} & os.environ.keys() and get_netrc_auth(site) is None:
         options["mode"] = "offline"
@@ -126,8 +126,8 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
 
 
 class Trackers:
-    """Write `metrics.jsonl`, and call the run's tracker until it fails. Rows after `step` are
-    deleted: those steps will be repeated."""
+    """Writer of `metrics.jsonl` that also calls the run's tracker until that fails. Lines after
+    `step` are deleted, because those steps will be repeated."""
 
     def __init__(
         self, name: str, tracker: Tracker, run_dir: Path, step: int, settings: dict[str, Any]
@@ -147,7 +147,7 @@ class Trackers:
         self._call("log", step, values)
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Pass on the picture at `path`."""
+        """Pass the picture at `path` to the tracker."""
         self._call("image", step, name, path)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Trackers:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`, empty without the file."""
+    """Return the lines of a run's `metrics.jsonl`; empty if there is no file."""
     return read_lines(run_dir / METRICS)
 
 
@@ -177,8 +177,8 @@ def write_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, empty without the file. Damaged lines and those
-    without a step are left out with a warning."""
+    """Return the records of a file of JSON lines; empty if there is no file. Damaged lines and
+    lines without a step are left out with a warning."""
     lines = file.read_bytes().splitlines() if file.exists() else []
     records = []
     for line in lines:
