@@ -1,9 +1,9 @@
-"""From a command line to a script's settings: hydra composes what is given, and no more.
+"""From a command line to a script's settings: hydra composes only the settings that are given.
 
     @command("train", RunConfig)
     def main(settings): train(**settings)
 
-`tread_zoo.config` completes and checks them. A field that chooses a part is a group of hydra's
+`tread_zoo.config` completes and checks them. A field that chooses a part is a hydra group
 (`tread_zoo.groups`). A user's error is one line; HYDRA_FULL_ERROR=1 shows the traceback.
 """
 
@@ -52,11 +52,11 @@ PARSER = OverridesParser.create()
 def command(
     name: str, config: type
 ) -> Callable[[Callable[[dict[str, Any]], None]], Callable[[], None]]:
-    """Return a decorator that makes a script's main function from one that takes its settings.
+    """Return a decorator that turns a function of settings into a script's main function.
 
     Args:
-        name: of the script.
-        config: the configuration class of the settings.
+        name: name of the script.
+        config: configuration class of the settings.
     """
 
     def decorate(run: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
@@ -82,7 +82,7 @@ def command(
                 shown = flags.shell_completion or flags.cfg is not None
                 store_fields(name, config, PRESETS.get(name, {}), whole=shown)
                 sys.argv[1:] = map(readable, words)
-                with env_override({"HYDRA_FULL_ERROR": "1"}):  # raise what is worded here
+                with env_override({"HYDRA_FULL_ERROR": "1"}):  # hydra raises, we word it
                     hydra.main(str(CONFIGS), name, version_base="1.3")(job)()
 
         main.config = config  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def command(
 def compose_settings(
     name: str, overrides: Sequence[str], config: type = RunConfig
 ) -> dict[str, Any]:
-    """Return the settings of a script that some overrides give, from Python; see `command`."""
+    """Return the settings that overrides set for a script, for use from Python; see `command`."""
     with worded(name, config):
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -117,14 +117,13 @@ def plugins_among(words: Sequence[str]) -> Any:
 
 
 def presets(name: str, config: type) -> dict[str, list[str]]:
-    """Return the options of a script's groups that are files."""
+    """Return the choices of a script's groups that are folders of files."""
     groups = [*PRESETS.get(name, {}), *(["routing"] if config is RunConfig else [])]
     return {group: [path.stem for path in (CONFIGS / group).glob("*.yaml")] for group in groups}
 
 
 def _given(composed: DictConfig, config: type) -> dict[str, Any]:
-    """Return what is set in a composed configuration, as plain values; a `${…}` may name a setting
-    that is not."""
+    """Return the settings the user gave, as plain values. `${…}` may also refer to defaults."""
     given: Any = OmegaConf.to_container(composed)
     given = {field: value for field, value in given.items() if value != {}}
     defaults = OmegaConf.create(default_fields(config))
@@ -133,16 +132,16 @@ def _given(composed: DictConfig, config: type) -> dict[str, Any]:
 
 
 def _picked(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of those nested fields that are set."""
+    """Return the entries of nested `values` whose keys are in `fields`."""
     return {
         field: _picked(values[field], inner) if isinstance(inner, Mapping) else values[field]
         for field, inner in fields.items()
-        if inner != "???"  # OmegaConf's sign for what is missing
+        if inner != "???"  # OmegaConf's sign for a missing value
     }
 
 
 def check_words(words: Sequence[str], config: type) -> argparse.Namespace:
-    """Return hydra's flags of a command line; a word that is neither a flag nor an override is a
+    """Return hydra's flags from a command line. Words that are neither flags nor overrides raise a
     `ValueError` with the right spelling."""
     flags, unknown = get_args_parser().parse_known_args(list(words))
     unknown += [word for word in flags.overrides if word[0] != "~"]
@@ -165,14 +164,14 @@ def check_words(words: Sequence[str], config: type) -> argparse.Namespace:
 
 
 def readable(word: str) -> str:
-    """Return an override, its value quoted if hydra's grammar cannot read it, such as a path with
-    `ü` or `=`."""
+    """Return an override, with its value quoted if hydra's grammar cannot read it, such as a path
+    with `ü` or `=`."""
     field, equals, value = word.partition("=")
     left_out = word.removeprefix("~")
     if left_out != word and left_out in KINDS and "none" in available(left_out):
-        return f"{left_out}=none"  # hydra alone would leave its default
+        return f"{left_out}=none"  # by itself, hydra would use its default
     if field == "prompt" and value[:1] not in ("[", "'", '"'):
-        return f"{field}={quoted(value)}"  # commas and brackets are the text's
+        return f"{field}={quoted(value)}"  # a text may have commas and brackets
     try:
         if equals and not word.startswith("-"):
             PARSER.parse_override(word)
@@ -191,8 +190,8 @@ def errors_in_one_line(
     traceback: bool = False, stopped: str = "stopped by Ctrl-C", status: int = 1
 ) -> Iterator[None]:
     """Print an error in one line and exit with `status`; after Ctrl-C print `stopped` and exit with
-    130. In a sweep an error ends its job only, and hydra exits with 1. `traceback` raises errors as
-    they are. What the locale cannot show, such as ± in one of ASCII, is printed as its code."""
+    130. In a sweep an error ends only its job, and hydra exits with 1. With `traceback`, errors are
+    raised unchanged. Characters that the locale cannot show are printed as escape codes."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not in a notebook
             stream.reconfigure(errors="backslashreplace")
@@ -215,8 +214,8 @@ def errors_in_one_line(
 
 @contextmanager
 def worded(name: str, config: type) -> Iterator[None]:
-    """Turn hydra's errors on a script's settings into a `ValueError` of one line, with the nearest
-    name."""
+    """Turn hydra's errors about a script's settings into a `ValueError` of one line that suggests
+    the nearest name."""
     try:
         yield
     except MissingConfigException as error:

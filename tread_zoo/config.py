@@ -1,10 +1,10 @@
-"""The configuration of a run: one tree, checked here and nowhere else.
+"""The configuration of a run: one tree of settings, checked only here.
 
     config = make_config(backbone="dit_tiny", routing={"selection_rate": 0.75}, seed=1)
 
 Types, ranges and unknown names are checked when it is made. Parts (`backbone`, `objective`, …) are
-given as a name or as a mapping with `name` and options, and kept as mappings with every option, so
-two configurations compare with `==`, and `as_dict` is what a checkpoint stores.
+given as a name or as a mapping with `name` and options. They are kept as mappings with all options,
+so configurations compare with `==`. Checkpoints store the result of `as_dict`.
 
 Fields marked `BOOKKEEPING` do not change what a run computes, such as where it writes and how
 often it reports.
@@ -39,8 +39,8 @@ LONGEST_NAME = 150  # bytes of a file name; file systems take 255
 
 
 def part_type(name: str) -> Any:
-    """Return the type of a field that chooses a part, by its name or by a mapping with its options;
-    without a name they are those of the part `name`."""
+    """Return the type of a field that chooses a part: its name, or a mapping with `name` and
+    options. Without a name in the mapping, the part `name` is meant."""
 
     def with_name(part: Any) -> Any:
         part = {"name": part} if isinstance(part, str) else part
@@ -55,7 +55,7 @@ def _weights(text: str) -> str:
     name, _, width = text.partition(":")
     with suppress(ValueError):
         if name == "ema":
-            return f"ema:{float(width):g}"  # in one form, because scores record it
+            return f"ema:{float(width):g}"  # one spelling, because scores record it
     raise ValueError(
         f"weights={text!r} must be ema, model, or ema: and a relative width, as in ema:0.05."
     )
@@ -72,7 +72,7 @@ def _metrics(parts: Any) -> Any:
     return tuple(complete("metric", part, "evaluation.metrics") for part in parts)
 
 
-STEPS_TO_COUNT = 10**6  # of which the mean FLOPs are taken; any warm-up is shorter
+STEPS_TO_COUNT = 10**6  # mean FLOPs are taken over so many steps, longer than any warm-up
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -80,36 +80,34 @@ class TrainingConfig:
     """How to train.
 
     Args:
-        num_steps: optimizer steps of the whole run; auto is the recipe of the data, where it has
-            one.
-        num_flops: of the whole run, in place of `num_steps`, which becomes as many steps as they
-            pay for: forward and backward passes on all processes, a product and its sum counted as
-            two. For comparisons at equal cost.
+        num_steps: optimizer steps of the whole run; auto: the data's recipe, if it has one.
+        num_flops: FLOPs of the whole run, which set `num_steps`, for comparisons at equal cost.
+            Counts forward and backward passes on all processes; a multiply-add is 2.
         batch_size: images per process and micro-step.
         gradient_accumulation_steps: micro-steps per optimizer step.
         max_grad_norm: gradients are clipped to this norm, 1e-6 or more; 0 switches clipping off.
-        ema_decay: of the averaged weights, which are sampled and scored.
-        ema_warmup: the decay grows to `ema_decay` as (1 + k) / (10 + k) at step k; false: it is
-            that from the first step on.
-        ema_snapshots_every: in optimizer steps: save averages of two widths, from which any other,
-            as in `weights=ema:0.07`, is computed after training; 0: never.
+        ema_decay: decay of the averaged weights, which are used for samples and scores.
+        ema_warmup: let the decay grow to `ema_decay` as (1 + k) / (10 + k) at step k; false: it is
+            constant.
+        ema_snapshots_every: optimizer steps between two snapshots of averages, from which weights
+            of any width, as in `weights=ema:0.07`, are computed after training; 0: never.
         label_dropout: fraction of labels (or contexts) left out, for classifier-free guidance.
         horizontal_flip: mirror each image with probability one half.
-        precision: of the computation; weights stay float32.
+        precision: precision of the computation; weights stay float32.
         activation_checkpointing: recompute blocks in the backward pass to save memory: true for
             every block, n for every n-th.
         compile: compile each block with torch.compile.
         num_workers: loader processes, for data that is not in memory.
         max_corrupt_share: fraction of the images that may be unreadable, rounded up; each is
-            replaced by another and listed in corrupt.txt. Above it the run ends.
-        log_every: optimizer steps between two rows of numbers.
+            replaced by another and listed in corrupt.txt. With more, the run ends.
+        log_every: optimizer steps between two lines of metrics.
         sample_every: optimizer steps between two grids of samples; 0: at the end only.
         score_every: optimizer steps between two scores; 0: at the end only.
         checkpoint_every: optimizer steps between two checkpoints; 0: at the end only.
-        keep_checkpoints: how many of the newest to keep.
+        keep_checkpoints: number of newest checkpoints to keep.
         timeout_s: seconds after which a process that waits for another gives up.
-        max_time_s: seconds after the first step at which the run saves and ends with exit status
-            75, as before a cluster's time limit; null: never.
+        max_time_s: seconds after which the run saves and ends with exit status 75, to stay within
+            a cluster's time limit, counted from the first step; null: never.
     """
 
     num_steps: Auto | PositiveInt = "auto"
@@ -138,25 +136,25 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EvaluationConfig:
-    """What a run, or a checkpoint, is scored by.
+    """How to score a run or a checkpoint.
 
     Args:
-        num_images: samples to draw.
-        labels: of samples: even, i mod num_classes for image i, or random, drawn by seed and image.
+        num_images: number of samples to score.
+        labels: labels of samples: even, i mod num_classes for image i, or random, from the seed.
         extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), a file of
             tread-zoo make-features, or a .pt2 file of torch.export; auto is digits-cnn-64 for
             digits, else inception-v3-compat.
         metrics: names of registered metrics; auto is fid, kid, precision and recall, as far as
-            extractor, reference and number of images allow; [] draws and scores no samples.
-        reference: train, held_out, a folder of pictures, or an .npz as ADM's, of images or of
-            statistics, which tread-zoo make-reference makes.
-        num_reference: real images, evenly spaced; null takes all.
-        seed: of the samples.
-        block_ranges: of blocks, as in [[2, 8]], whose contribution is measured together; none
-            means those of the routes, or of the default route.
-        batch_size: images at a time.
+            extractor, reference and number of images allow; [] makes and scores no samples.
+        reference: train, held_out, a folder of pictures, or an .npz in ADM's format, with images or
+            with statistics from tread-zoo make-reference.
+        num_reference: number of real images, evenly spaced; null: all.
+        seed: seed of the samples.
+        block_ranges: ranges of blocks, as in [[2, 8]], whose contributions are measured; empty: the
+            routed ranges, or else the default route.
+        batch_size: images per batch.
         inception_weights, dinov2_weights: files; null looks in torch's hub folder.
-        keep_images: a folder, new or empty, for the samples as PNG files.
+        keep_images: a new or empty folder for the samples as PNG files.
     """
 
     num_images: PositiveInt = 500
@@ -179,17 +177,17 @@ def _sampled(part: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class SamplingGrid:
-    """How a sampler walks from noise to data, whatever its rule.
+    """The steps of a sampler from noise to data, whatever its rule.
 
     Args:
-        num_steps: auto is the sampler's own.
+        num_steps: number of steps; auto: the sampler's default.
         grid: flow: uniform, quadratic, logit_normal; edm: rho, log; ddpm: uniform; auto is the
             first.
         shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
             images.
-        rho: edm: how the levels crowd towards 0; auto is the objective's own.
-        selection_rate: fraction of tokens that does not run; 0 is dense.
-        routing: the method whose rate that is, as token_merging; auto is that of training.
+        rho: edm: how strongly levels concentrate near 0; auto: the objective's rho.
+        selection_rate: fraction of tokens that bypass in sampling; 0: none.
+        routing: the routing method in sampling, such as token_merging; auto: as in training.
     """
 
     num_steps: Auto | PositiveInt = "auto"
@@ -224,33 +222,33 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RunConfig:
-    """All that makes a run.
+    """All settings of a run.
 
     Args:
         plugins: modules that register parts of other projects; see docs/extending.md.
-        backbone: the network, as dit, mamba, rwkv, uvit or hybrid; a bare name is its size tiny.
-        routing: which tokens run through which blocks in training, as tread, sprint or none.
-        objective: what it learns to predict: flow, edm or ddpm.
-        data: the images, as digits, cifar10, image_folder or latents.
-        optimizer: what moves the weights.
-        lr_schedule: its learning rate over training, as a fraction of the peak.
-        sampler: how samples are drawn, in training and afterwards.
-        guidance: of samples, as cfg, sparse or interval.
-        alignment: a second loss, on features of the blocks, as repa.
-        tracker: where numbers go beside the run's folder, as wandb or tensorboard.
-        seed: of weights, data order and every draw.
+        backbone: the network, such as dit, mamba, rwkv, uvit or hybrid; a bare name is size tiny.
+        routing: which tokens run through which blocks in training: tread, sprint, none, …
+        objective: what the network learns to predict: flow, edm, mean_flow or ddpm.
+        data: the images, such as digits, cifar10, image_folder or latents.
+        optimizer: the optimizer of the weights, such as adamw or muon.
+        lr_schedule: the learning rate over training, as a fraction of the peak.
+        sampler: the sampler, in training and afterwards.
+        guidance: the guidance of samples, such as cfg, sparse or interval.
+        alignment: a second loss on features of a block, such as repa.
+        tracker: a service that also gets the metrics, such as wandb or tensorboard.
+        seed: seed of weights, data order and all other random numbers.
         device: auto, cpu, cuda, cuda:1, mps.
-        run_dir: the run's folder; auto is runs/ and a name of data, backbone, routing, objective,
-            alignment, what else is not as by default, and the seed.
-        init_from: a checkpoint, a run's folder or a hub's name: a new run starts from its weights;
-            of the backbone, options left at their defaults are the checkpoint's.
-        resume: null starts afresh; latest continues from the newest checkpoint in `run_dir`; auto
-            does so if there is one, and else starts; otherwise the folder of a run or of one
-            checkpoint. Settings that are not given are those of the run.
+        run_dir: the run's folder; auto is runs/ and a name made of data, backbone, routing,
+            objective, alignment, settings that are not defaults, and the seed.
+        init_from: a checkpoint, a run's folder or a name on the hub: a new run starts from its
+            weights, and takes backbone options that are not set from it.
+        resume: null starts a new run; latest continues from the newest checkpoint in `run_dir`;
+            auto does so if there is one, and else starts a new run; or the folder of a run or
+            checkpoint. Settings that are not given come from that run.
         resume_changed: continue although backbone, routing, objective, data, alignment or seed
             differ.
-        overwrite: move the run that is in `run_dir` aside.
-        kernels: form by operation, auto for those that are not named.
+        overwrite: move an earlier run in `run_dir` aside.
+        kernels: form of each operation; auto for operations that are not named.
     """
 
     plugins: Annotated[tuple[str, ...], BOOKKEEPING] = ()
@@ -281,7 +279,7 @@ class RunConfig:
         return without_credentials(plain)
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
-        """Return what two runs compute differently: {field: (of this one, of the other)}."""
+        """Return settings that change what runs compute: {field: (this value, the other's)}."""
         pairs, bookkeeping = differences(self.as_dict(), other.as_dict()), bookkeeping_fields()
         return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & bookkeeping}
 
@@ -293,7 +291,7 @@ Part = str | Mapping[str, Any]
 
 
 class RunFields(TypedDict, total=False):
-    """The fields of `RunConfig` as they may be given, for editors and type checkers."""
+    """The types in which `RunConfig`'s fields may be given, for editors and type checkers."""
 
     plugins: list[str] | tuple[str, ...]
     backbone: Part
@@ -319,7 +317,7 @@ class RunFields(TypedDict, total=False):
 
 
 def check_fields(fields: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a run, its parts unchecked as they are given: nothing is
+    """Return the configuration of a run with its parts as given, unchecked, so that nothing is
     imported."""
     options = functools.partial(with_options, RunConfig, fields)
     config: RunConfig = check(RunConfig, fields, "", options)
@@ -329,12 +327,11 @@ def check_fields(fields: Mapping[str, Any]) -> RunConfig:
 def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
-    `auto` is resolved here: the learning rate, the steps and those of the warm-up are then numbers.
+    `auto` becomes a number here, for the learning rate, the steps and the warm-up steps.
 
     Raises:
-        ValueError: an unknown field (the nearest is suggested), a value of another type or out of
-            range, or values that exclude each other; one line with the field, the value and what
-            would work.
+        ValueError: a field is unknown, a value has the wrong type or range, or values exclude each
+            other. One line names the field, the value and what would work.
     """
     config = check_fields(fields)
     parts = {kind: getattr(config, kind) for kind in PART_FIELDS}
@@ -347,7 +344,7 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
             f"training.num_flops={training.num_flops:g} sets the number of steps, and training."
             f"num_steps={training.num_steps} is another: leave one of them out."
         )
-    if training.num_flops:  # `train` counts the steps, which takes the network
+    if training.num_flops:  # `train` sets the steps: that needs the network
         training = dataclasses.replace(training, num_steps=STEPS_TO_COUNT)
     elif training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).metadata.get("num_steps")
@@ -381,12 +378,12 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
 
 
 def auto_warmup_steps(num_steps: int) -> int:
-    """Return 50, or a fifth of a run of fewer than 250 steps."""
+    """Return the number of warm-up steps for `auto`: 50, or a fifth of fewer than 250 steps."""
     return min(50, num_steps // 5)
 
 
 def _auto_run_dir(config: RunConfig) -> str:
-    """Return `runs/<parts>_<what is not default>_seed<n>`, without `BOOKKEEPING`."""
+    """Return `runs/<parts>_<settings that are not defaults>_seed<n>`, without `BOOKKEEPING`."""
     names = [config.data["name"], config.backbone["name"], config.routing["name"]]
     names += [config.objective["name"], config.alignment["name"]]
     names = names[:-1] if names[-1] == "none" else names
@@ -418,7 +415,7 @@ def _auto_run_dir(config: RunConfig) -> str:
 
 
 def with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration class; a part's options replace its name."""
+    """Return a configuration class's fields with defaults; a part has its options, not its name."""
     tree = default_fields(cls)
     for kind in PART_FIELDS:
         if isinstance(tree.get(kind), str):
@@ -430,7 +427,7 @@ def with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs in nested mappings: {dotted key: (value of one, value of the other)}."""
+    """Return the differences of nested mappings: {dotted key: (value in one, value in other)}."""
     pairs: dict[str, tuple[Any, Any]] = {}
     for key in {**one, **other}:
         a, b = one.get(key), other.get(key)
@@ -454,7 +451,7 @@ def bookkeeping_fields(cls: Any = RunConfig, prefix: str = "") -> set[str]:
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dots in its keys."""
+    """Return nested mappings as a flat one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         inside = isinstance(value, Mapping)
@@ -463,8 +460,8 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def file_name(choices: Mapping[str, str]) -> str:
-    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`, with a digest where it is
-    long or loses characters."""
+    """Return choices as a file name such as `backbone-dit_tiny_seed-0`. A digest is added if the
+    name is too long or loses characters."""
     text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
     name = re.sub(r"[^\w.-]+", "_", text)
     if name == text and len(name.encode()) <= LONGEST_NAME:

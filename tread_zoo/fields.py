@@ -1,4 +1,4 @@
-"""Dataclasses of options: how they are declared, and made of plain values, checked.
+"""Dataclasses of options: their declaration, and how `check` makes them from plain values.
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RouteConfig: ...
@@ -18,7 +18,7 @@ from tread_zoo.errors import describe_invalid
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-# A number is that of a GPU.
+# A number means the GPU with that index.
 Device = Annotated[str, BeforeValidator(lambda v: f"cuda:{v}" if isinstance(v, int) else v)]
 OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
@@ -29,16 +29,16 @@ def check(
     prefix: str = "",
     options: Callable[[], Mapping[str, Any]] = dict,
 ) -> Any:
-    """Return an instance of a dataclass of options made of plain values.
+    """Return an instance of a dataclass of options, made from plain values.
 
     Args:
         cls: the class.
         fields: some or all of its fields.
-        prefix: the group that they stand under, for errors.
-        options: returns further fields, nested as they are written, for suggestions.
+        prefix: the group of the fields, for errors.
+        options: returns further nested fields, which errors may suggest.
 
     Raises:
-        ValueError: in one line, what is wrong with the first field that is.
+        ValueError: a field is wrong; one line says what is wrong with the first such field.
     """
     plain = json.loads(json.dumps(dict(fields), default=as_plain))
     try:
@@ -48,21 +48,21 @@ def check(
 
 
 def as_plain(value: Any) -> Any:
-    """Return what JSON has no form for as plain values: dataclasses, paths, arrays and scalars of
-    numpy and torch."""
+    """Return a value that JSON does not support as plain values: a dataclass, a path, or an array
+    or scalar of numpy or torch."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return value.tolist() if hasattr(value, "tolist") else os.fspath(value)
 
 
 def default_fields(cls: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass of options with their defaults, nested ones as mappings; a
-    required one as "???", hydra's sign for what is missing."""
+    """Return the fields of a dataclass of options with their defaults. Nested dataclasses become
+    mappings; a required field has "???", hydra's sign for a missing value."""
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         value = "???" if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-        name = field.name.rstrip("_")  # of a word of Python's, as `in_`
+        name = field.name.rstrip("_")  # `in_`, because `in` is a keyword
         defaults[name] = default_fields(value) if dataclasses.is_dataclass(value) else value
     return defaults

@@ -1,6 +1,6 @@
-"""`--help`: every setting with its default and its sentence, from the docstrings.
+"""`--help`: settings with their defaults and descriptions, from the docstrings.
 
-tread-zoo train --help                   # what is set often
+tread-zoo train --help                   # the usual settings
 tread-zoo train --help all               # every setting
 tread-zoo train --help backbone          # the names of a group
 tread-zoo train --help optimizer=muon    # the settings of a part
@@ -30,7 +30,7 @@ WIDTH, INDENT = 110, 34
 SENTENCE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 SHARED = (CheckpointConfig, EvaluationConfig, TrainingConfig, RunConfig)  # "as of `…`"
 
-# `--help` shows them only if it is asked for all.
+# Settings that only `--help all` shows.
 RARELY_SET = {
     "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
     "max_corrupt_share",
@@ -52,14 +52,14 @@ def describe(
     presets: Mapping[str, Sequence[str]],
     prefix: str = "",
 ) -> str:
-    """Return the help of a script, or of the parts that `words` of its command line name.
+    """Return the help text of a script, or of the parts that its command line names.
 
     Args:
-        doc: of the script.
-        config: the class of its settings.
-        words: of the command line.
-        presets: options of the groups that are files.
-        prefix: of the settings.
+        doc: docstring of the script.
+        config: class of its settings.
+        words: words of the command line.
+        presets: choices of the groups that are folders of files.
+        prefix: prefix of the settings' names.
     """
     parts = [field for field in default_fields(config) if field in PART_FIELDS]
     chosen = [word.partition("=")[::2] for word in words if word.partition("=")[0] in parts]
@@ -87,8 +87,8 @@ def describe(
 
 
 def settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, default, sentence) of each setting of a configuration class, nested ones after
-    all others."""
+    """Yield (name, default, description) of each setting of a configuration class, nested settings
+    last."""
     explained, shared = sentences(config), sentences(*SHARED)
     hints, nested = get_type_hints(config), list[tuple[str, Any]]()
     for field, default in default_fields(config).items():
@@ -107,8 +107,8 @@ def settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
-    """Return the sentence of each argument, from the docstrings of functions, classes and the
-    classes that they inherit from; the last one of a name counts."""
+    """Return the description of each argument, from the docstrings of functions, classes and their
+    base classes. If a name occurs several times, the last target counts."""
     explained: dict[str, str] = {}
     for target in targets:
         own: dict[str, str] = {}
@@ -123,7 +123,7 @@ def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
 
 
 def _group(kind: str) -> str:
-    """Return the names of a kind, those of one class together, with its first line."""
+    """Return the names of a kind, grouped by class, each with the class's first line."""
     by_target: dict[Any, list[str]] = {}
     for name in available(kind):
         by_target.setdefault(get_entry(kind, name).target, []).append(name)
@@ -134,7 +134,7 @@ def _group(kind: str) -> str:
 
 
 def _part(kind: str, name: str) -> str:
-    """Return what a part does, and its settings."""
+    """Return a text about what a part does, and its settings."""
     entry = get_entry(kind, name)
     targets = [get_entry(kind, other).target for other in available(kind)]  # they share options
     targets += [getattr(entry.target, role, object) for role in ("mixer", "mlp")]
@@ -154,7 +154,7 @@ def _summary(target: Any) -> str:
 
 
 def _line(name: str, default: Any, sentence: str) -> str:
-    """Return a setting, and beside or below it its sentence."""
+    """Return a setting with its description beside or below it."""
     if isinstance(default, Mapping):
         value = "…"
     elif isinstance(default, str):

@@ -1,4 +1,4 @@
-"""The registry: every kind of part by name.
+"""The registry: backbones, objectives, samplers and all other kinds of parts, by name.
 
     @register("selector", "checkerboard")
     @dataclass(frozen=True)
@@ -10,12 +10,12 @@
     create("selector", {"name": "checkerboard", "parity": 1})
 
 The options of a part are the fields of its dataclass, the keywords of its constructor, or the
-keyword-only parameters of its function; of a data source, which is called for its data, all
-parameters. Their annotations say what values they take (pydantic's, with `Annotated[...,
-Field(...)]` for ranges), and `create` holds them to it.
+keyword-only parameters of its function; a data source is a function all of whose parameters are
+options. `create` checks values against the annotations, as pydantic does, with
+`Annotated[..., Field(...)]` for ranges.
 
-Others' parts come in through the entry-point group `tread_zoo.plugins`, whose values are modules
-that register when they are imported, or by name: `plugins=[my_module]`.
+Other projects add parts by the entry-point group `tread_zoo.plugins`, whose values are modules that
+register parts when imported, or by `plugins=[my_module]`.
 """
 
 import difflib
@@ -45,7 +45,7 @@ if not PRETRAINED.exists():  # a clone
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
-# Where ours are registered, imported at the first question about the kind.
+# Modules that register our parts, imported when a kind is first used.
 _HOMES = {
     "backbone": "backbones",
     "routing": "tread_zoo.routing.methods",
@@ -63,13 +63,13 @@ _HOMES = {
 KINDS = tuple(_HOMES)
 PLUGIN_GROUP = "tread_zoo.plugins"
 STRICT = ConfigDict(**OPTIONS, arbitrary_types_allowed=True, frozen=True)
-FROM_DATA = ("input_size", "in_channels", "num_classes")  # keywords of a backbone
+FROM_DATA = ("input_size", "in_channels", "num_classes")  # a backbone's non-options
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name: a class or function, options in place of its own defaults, and what else
-    is said of it, such as a metric's `better`."""
+    """A registered name: a class or function, a preset that replaces some of its defaults, and
+    metadata, such as a metric's `better`."""
 
     kind: str
     name: str
@@ -78,8 +78,8 @@ class Entry:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Return the parameters of the target that are options, by name: of a backbone, those that
-        do not come from the data."""
+        """Return the parameters of the target that are options, by name. For a backbone, parameters
+        that come from the data are not options."""
         every = inspect.isclass(self.target) or self.kind == "data"
         return {
             name: parameter
@@ -89,7 +89,7 @@ class Entry:
         }
 
     def defaults(self) -> dict[str, Any]:
-        """Return the options that have a value in this variant, with it."""
+        """Return the default values of this variant's options."""
         given = {k: p.default for k, p in self.parameters().items() if p.default is not p.empty}
         return {**given, **self.preset}
 
@@ -98,7 +98,7 @@ class Entry:
         """The options as a pydantic model."""
         try:
             signature = inspect.signature(self.target, eval_str=True)
-        except NameError:  # types that are imported for a type checker alone
+        except NameError:  # types imported only for type checkers
             signature = inspect.Signature()
         parameters = signature.parameters.values()
         hints = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
@@ -107,11 +107,11 @@ class Entry:
         return create_model(f"{self.kind}_{self.name}", __config__=STRICT, **fields)
 
     def complete(self, options: Mapping[str, Any], field: str | None = None) -> dict[str, Any]:
-        """Return all options as plain values, those of `options` checked and in place.
+        """Return all options as plain values: `options`, checked, and defaults for the others.
 
         Args:
-            options: some of them.
-            field: their place in a configuration, for errors; None is the kind.
+            options: some of the part's options.
+            field: their field in a configuration, for errors; None: the kind.
 
         Raises:
             ValueError: an option is unknown or missing, or a value is wrong.
@@ -136,11 +136,11 @@ class Entry:
             raise describe_invalid(where, error, json.loads(plain), self.defaults()) from None
         values = {name: getattr(model, name) for name in type(model).model_fields}
         if is_dataclass(self.target):
-            self.target(**values)  # values that exclude each other
+            self.target(**values)  # raises if values exclude each other
         return values
 
     def _others_with(self, option: str) -> list[str]:
-        """Return the other parts of this kind that have an option, if this has none like it."""
+        """Return the other parts of this kind with an option, if this part has no similar one."""
         usual = USUAL_NAMES.get(option, "").rpartition(".")[2]
         if difflib.get_close_matches(option, self.parameters(), 1) or usual in self.parameters():
             return []
@@ -152,7 +152,7 @@ class Entry:
         options bound.
 
         Raises:
-            ValueError: as of `complete`, or the path of data does not exist.
+            ValueError: see `complete`; or the path of the data does not exist.
         """
         values = self.complete(options, field)
         if self.kind != "data" and not inspect.isclass(self.target):
@@ -166,7 +166,7 @@ class Entry:
         try:
             return self.target(**values)
         except OSError as error:
-            named = isinstance(path, str) and "://" not in path  # else it is in a bucket
+            named = isinstance(path, str) and "://" not in path  # a path, not a bucket
             if named and not Path(str(path)).expanduser().exists():
                 why = "" if error.errno else str(error).partition("\n")[0]
                 raise missing_path(f"{field or self.kind}.path", str(path), why) from error
@@ -192,14 +192,14 @@ def register(
     Args:
         kind: one of `KINDS`.
         name: an identifier.
-        preset: options of this variant, in place of the target's defaults.
-        metadata: of a backbone `learning_rate`, at which AdamW trains it; of a metric `better`,
-            "lower" or "higher", and those that `tread_zoo.evaluation.metrics` lists; of a data
-            source `num_steps`, the length of its recipe.
+        preset: options of this variant, which replace the target's defaults.
+        metadata: for a backbone `learning_rate`, AdamW's rate for it; for a metric `better`,
+            "lower" or "higher", and more in `tread_zoo.evaluation.metrics`; for a data source
+            `num_steps`, the length of its recipe.
 
     Raises:
-        ValueError: an unknown kind or key of `metadata`; a name that is taken or is not an
-            identifier; a preset that is not an option; or a target that takes `**keywords`.
+        ValueError: the kind or a key of `metadata` is unknown; the name is taken or no identifier;
+            a preset is not an option; or the target takes `**keywords`.
     """
     if kind not in KINDS:
         raise unknown_name("kind", kind, KINDS)
@@ -238,7 +238,7 @@ def create(kind: str, part: str | Mapping[str, Any], **options: Any) -> Any:
         options: further options.
 
     Raises:
-        ValueError: an unknown name or option (the nearest is suggested), or a wrong value.
+        ValueError: a name or option is unknown (the nearest is suggested), or a value is wrong.
     """
     name, given = split(kind, part)
     return get_entry(kind, name).build({**given, **options})
@@ -251,10 +251,10 @@ def available(kind: str, pattern: str = "*") -> list[str]:
 
 
 def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
-    """Return what is registered under `name`; a backbone's bare name is that of its size `tiny`.
+    """Return the entry registered as `name`; a backbone's bare name means its size `tiny`.
 
     Raises:
-        ValueError: an unknown name; `field` is the one that it was given for, or else the kind.
+        ValueError: the name is unknown; the error names `field`, or else the kind.
     """
     _load(kind)
     for candidate in (name, f"{name}_tiny") if kind == "backbone" else (name,):
@@ -270,7 +270,7 @@ def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
 
 
 def split(kind: str, part: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of a bare name or a mapping with `name`."""
+    """Return the name and the options of a part, given as a name or a mapping with `name`."""
     if isinstance(part, str):
         return part, {}
     if not isinstance(part, Mapping) or not isinstance(part.get("name"), str):
@@ -288,8 +288,8 @@ def complete(kind: str, part: str | Mapping[str, Any], field: str | None = None)
 
 
 def describe_part(kind: str, part: Any) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` of a part, an instance or a function; one that is not
-    registered has the name of its class or function."""
+    """Return `{"name": …, option: value, …}` for a part that is an instance or a function. If it is
+    not registered, the name is that of its class or function."""
     bound = isinstance(part, functools.partial)
     made_by = part.func if bound else part if inspect.isroutine(part) else type(part)
     for name in available(kind):
@@ -325,8 +325,8 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Return the modules, beside ours, that registered some parts, given as (kind, part with its
-    name and options); a class's `used_parts(options)` gives further parts, as (kind, name)."""
+    """Return the modules, other than ours, that registered the given parts, each (kind, {"name": …,
+    options}), or parts that a class's `used_parts(options)` lists as (kind, name)."""
     modules = set()
     for kind, part in parts:
         target = get_entry(kind, part["name"]).target
@@ -337,7 +337,7 @@ def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def check_plugins(modules: Iterable[str], where: str) -> None:
-    """Raise a `ValueError` if a plug-in that a file names is not loaded: a file imports nothing."""
+    """Raise a `ValueError` if a plug-in that a file names is not loaded. Files import nothing."""
     _load("backbone")
     missing = [module for module in modules if module not in sys.modules]
     if missing:
@@ -357,15 +357,15 @@ def register_backbone(
 
     Args:
         name: architecture_size_patch, as in `dit_b_2`.
-        learning_rate: at which AdamW trains it: what `optimizer.learning_rate=auto` takes.
-        preset: constructor keywords that make this variant.
+        learning_rate: AdamW's rate for it, used by `optimizer.learning_rate=auto`.
+        preset: constructor keywords of this variant.
     """
     return register("backbone", name, preset=preset, learning_rate=learning_rate)
 
 
 def list_backbones(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
-    """Return the names of backbones that match a shell pattern such as `mamba*`, sorted; with
-    `pretrained`, of the trained networks that come with the package, for `load_pretrained`."""
+    """Return the names of backbones that match a shell pattern such as `mamba*`, sorted. With
+    `pretrained`, list trained networks that come with the package, for `load_pretrained`."""
     if pretrained:
         return sorted(folder.name for folder in PRETRAINED.glob(pattern))
     return available("backbone", pattern)
@@ -376,8 +376,8 @@ def _place(entry: Entry) -> str:
 
 
 def _load(kind: str) -> None:
-    """Import our parts of a kind and the installed plug-ins, once; a plug-in that fails is left out
-    with a warning."""
+    """Import our parts of a kind and the installed plug-ins, once. A plug-in that fails to import
+    is left out with a warning."""
     if kind not in KINDS:
         raise unknown_name("kind", kind, KINDS)
     if kind not in _loaded:
@@ -391,7 +391,7 @@ def _load(kind: str) -> None:
         _loaded.add(kind)
     if PLUGIN_GROUP in _loaded:
         return
-    _loaded.add(PLUGIN_GROUP)  # before the plug-ins, which may ask for lists themselves
+    _loaded.add(PLUGIN_GROUP)  # first, because plug-ins may call `available`
     for plugin in entry_points(group=PLUGIN_GROUP):
         try:
             plugin.load()
