@@ -33,7 +33,7 @@ FORMATS: dict[str, CheckpointFormat] = {
     "zigma": ZIGMA,
 }
 _SAMPLING = {"flow": ("heun", 50), "edm": ("heun", 40), "ddpm": ("euler", 250)}
-# Weight averaging moves a fixed table by 2e-4, bfloat16 by 2e-3; a trained one is further away.
+# Weight averaging moves a fixed table by 2e-4, bfloat16 by 2e-3; trained tables differ by more.
 _TABLE_TOLERANCE = 4e-3
 LABEL_TABLE = "label_embed.table.weight"
 
@@ -59,19 +59,20 @@ def import_checkpoint(
     num_classes: int | None = None,
     drop_unknown: bool = False,
 ) -> Imported:
-    """Return the checkpoint that `file` becomes, written to the folder `out`.
+    """Return the checkpoint made from `file` and written to the folder `out`.
 
     Args:
         file: another project's checkpoint, from `torch.save` or in safetensors.
         out: a run folder without checkpoints.
         format: a name in `FORMATS`.
-        objective: the training objective, where the project has several; None is its usual one.
-        num_heads: of attention, which no tensor shows; None is the number of the published sizes.
-        num_classes: None counts the rows of the label table, less one for the null label.
-        drop_unknown: leave out tensors that our network has no place for; else they are an error.
+        objective: the training objective, if the project has several; None: its usual one.
+        num_heads: number of attention heads, which tensors do not show; None: as in the published
+            sizes.
+        num_classes: None: rows of the label table minus one for the null label.
+        drop_unknown: leave out tensors that our network does not have; else they are an error.
 
     Raises:
-        ValueError: an unknown format or objective, or sizes that do not fit.
+        ValueError: the format or objective is unknown, or sizes do not fit.
         CheckpointError: the file cannot be read, or its tensors do not fit; the message names them.
     """
     if format not in FORMATS:
@@ -84,7 +85,7 @@ def import_checkpoint(
     if has_checkpoints(out):
         raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; name another folder.")
     parts, step = read_parts(file)
-    if "ema" not in parts:  # samples are drawn from `ema`
+    if "ema" not in parts:  # sampling uses `ema`
         parts = {"ema": parts["model"]}
     converted = {
         part: _convert(theirs, format, num_heads, num_classes, drop_unknown)
@@ -119,7 +120,7 @@ def import_checkpoint(
 def _convert(
     theirs: Tensors, format: str, num_heads: int | None, num_classes: int | None, drop_unknown: bool
 ) -> tuple[Backbone, Tensors, list[str]]:
-    """Return our backbone on the meta device, its tensors, and notes."""
+    """Return our backbone on the meta device, its converted tensors, and notes for the user."""
     form = FORMATS[format]
     _check_format(theirs, format)
     backbone = build(form, form.keywords(theirs, num_heads, num_classes))
@@ -159,8 +160,8 @@ def _convert(
 
 
 def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
-    """Return the network on the meta device, named after the preset of these sizes, or else after
-    the smallest preset."""
+    """Return the network on the meta device. Its name is that of the preset with these sizes, or
+    else of the smallest preset."""
     name = f"{form.backbone}_tiny"
     names = list_backbones(f"{form.backbone}_*")
     for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
@@ -174,7 +175,7 @@ def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
 
 
 def recognize(theirs: Tensors) -> list[str]:
-    """Return the formats that the tensors may be of; DiT, SiT and TREAD look alike."""
+    """Return the formats that fit the tensors; DiT, SiT and TREAD cannot be told apart."""
     return [name for name, form in FORMATS.items() if not form.missing_marks(theirs)]
 
 
@@ -190,7 +191,8 @@ def _check_format(theirs: Tensors, name: str) -> None:
 
 
 def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: bool) -> list[str]:
-    """Return the names that no tensor of ours takes; raise CheckpointError for a wrong set."""
+    """Return the names that none of our tensors uses. Raises CheckpointError if names are missing
+    or, without `drop_unknown`, unknown."""
     missing, unknown = sorted(wanted - theirs.keys()), sorted(theirs.keys() - wanted)
     if missing or (unknown and not drop_unknown):
         raise CheckpointError(
@@ -213,7 +215,7 @@ def _check_shapes(state: Tensors, ours: Tensors, sources: dict[str, tuple[str, .
 
 
 def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
-    """Return the largest difference of two tables; raise CheckpointError if it is no rounding."""
+    """Return the largest difference of two tables; raise CheckpointError if it exceeds rounding."""
     same_shape = theirs.shape == ours.shape
     gap = float((theirs.float() - ours).abs().max()) if same_shape else float("inf")
     if gap > _TABLE_TOLERANCE:
@@ -225,7 +227,7 @@ def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
 
 
 def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[str]:
-    """Yield notes on what the tensors do not show."""
+    """Yield notes for the user on what the tensors do not show."""
     published = list_backbones(f"{FORMATS[format].backbone}_*_[0-9]")
     if backbone.name not in published:
         sizes = f"depth={backbone.num_blocks}, hidden_size={backbone.config['hidden_size']}"

@@ -27,7 +27,7 @@ DIS = CheckpointFormat(
         "label_embed.table": "label_emb.embedding_table",
         "*.norm": "*.norm",
         "*.mixer.in_proj": "*.mixer.in_proj",
-        # forward, then back
+        # forward, then backward
         "*.mixer.conv_weight": ("*.mixer.conv1d.weight", "*.mixer.conv1d_b.weight"),
         "*.mixer.conv_bias": ("*.mixer.conv1d.bias", "*.mixer.conv1d_b.bias"),
         "*.mixer.select": ("*.mixer.x_proj.weight", "*.mixer.x_proj_b.weight"),

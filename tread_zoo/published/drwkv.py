@@ -1,12 +1,12 @@
 """feizc/Diffusion-RWKV: adaLN-Zero on affine norms, one more norm at each end of the stack.
 
-Their decay and bonus are divided by the number of tokens T in the forward pass. Our decay is, too;
-our bonus is not, so it is divided here.
+Their forward pass divides decay and bonus by the number of tokens T. Ours divides only the decay,
+so the bonus is divided here.
 
-The published kernel does not compute the WKV's formula, ours does. With w' = decay / T, token t
-gets every later token j with the factor exp(-w' (j - t)), one step more than the formula's. The
-kernel works in chunks of T / 32 tokens; in one that starts at s, each token j with s < j <= t is
-added once more, with the factor (1 - exp(w')) exp(w' (t - j)).
+The published kernel does not compute the WKV's formula; ours does. With w' = decay / T, token t
+gets every later token j with the factor exp(-w' (j - t)), one step more than in the formula. The
+kernel works in chunks of T / 32 tokens; in a chunk that starts at s, each token j with s < j <= t
+is added once more, with the factor (1 - exp(w')) exp(w' (t - j)).
 """
 
 from torch import Tensor

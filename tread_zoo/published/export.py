@@ -29,10 +29,10 @@ def export_checkpoint(
         folder: a run or one checkpoint.
         out: a new file; `.safetensors`, or any other suffix for `torch.save`.
         format: a name in `FORMATS`.
-        weights: as of `load_backbone`.
+        weights: see `load_backbone`.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: the format is unknown.
         CheckpointError: `out` exists, or the format cannot hold this network.
     """
     if format not in FORMATS:

@@ -1,12 +1,12 @@
-"""The description of a checkpoint format: a table of names, and how shapes give sizes.
+"""The description of a checkpoint format: a table of names, and how sizes follow from shapes.
 
     names: our layer or tensor -> theirs
 
     "patch_embed": "x_embedder.proj"     a layer: its weight, and its bias if ours has one
     "*.qkv": "*.attn.qkv"                `*` is a block, ours or theirs
-    "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several make one
+    "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several of theirs make one of ours
 
-`rules` has the function that makes our tensor from theirs; by default they are joined along the
+`rules` has functions that make our tensor from theirs; by default they are concatenated along the
 first axis. Export uses the same table with the functions' inverses, `_INVERSES`.
 
 D width, C channels, p patch size, N tokens, I inner channels, W taps, n tensors.
@@ -37,12 +37,12 @@ def join(*tensors: Tensor) -> Tensor:
 
 
 def flatten_patches(weight: Tensor) -> Tensor:
-    """Return the patch convolution as a linear layer: [D, C, p, p] -> [D, C p p]."""
+    """Return a patch convolution's weight for a linear layer: [D, C, p, p] -> [D, C p p]."""
     return weight.flatten(1)
 
 
 def flatten_taps(*weights: Tensor) -> Tensor:
-    """Return depthwise convolutions joined: [I, 1, W], … -> [n I, W]."""
+    """Return depthwise convolutions concatenated: [I, 1, W], … -> [n I, W]."""
     return torch.cat(weights).squeeze(1)
 
 
@@ -78,27 +78,27 @@ class CheckpointFormat:
 
     Args:
         project: owner/name on GitHub.
-        license: of the weights, by its name on the Hub; of the project, if they have none.
+        license: license of the weights, or else of the project, by its name on the Hub.
         backbone: our architecture.
         names: our layers and tensors -> theirs, see the module's docstring. Without an entry for
             `positions`, positions are fixed sines and cosines.
-        marks: tensors that identify the format, beside the first and the last layer.
+        marks: tensors that identify the format, in addition to the first and last layer.
         sizes: function from their tensors to keywords that only some constructors have.
-        tables: function from our network to tensors of theirs that ours computes, beside the
-            positions.
+        tables: function from our network to those of their tensors, besides positions, that our
+            network computes instead of storing.
         time_scale: their time divided by ours, which is of order 1.
         reversed_time: their time is 1 - ours.
         has_null_label: the label table ends with a row for the null label.
         objectives: training objectives, the usual one first.
         objective_options: function from our network to the options of the usual objective that
             differ from the defaults.
-        note: for the user, on time and output.
+        note: a note to the user about time and output.
         rules: our tensors -> the function that makes them from theirs.
         head: our name of the last linear layer.
-        has_heads: our constructor takes `num_heads`, which no tensor shows.
-        in_halves: blocks are `in_blocks`, `mid_block` and `out_blocks`, else `blocks`.
+        has_heads: our constructor takes `num_heads`, which tensors do not show.
+        in_halves: blocks are named `in_blocks`, `mid_block` and `out_blocks`, not `blocks`.
         time_token: the time, and the label if there is one, are the first tokens.
-        zero_without_labels: our layer that is zero in a network without labels.
+        zero_without_labels: our layer whose weights are zero in a network without labels.
     """
 
     project: str
@@ -122,7 +122,7 @@ class CheckpointFormat:
     zero_without_labels: str | None = None
 
     def objective(self, backbone: Backbone, name: str) -> dict[str, Any]:
-        """Return an objective by its name, with all options."""
+        """Return an objective as a mapping with its name and all options."""
         options = self.objective_options(backbone) if name == self.objectives[0] else {}
         return complete("objective", {"name": name, **options})
 
@@ -139,14 +139,14 @@ class CheckpointFormat:
         return [key for key in (*ends, "pos_embed", *self.marks) if key not in theirs]
 
     def blocks(self, theirs: Tensors) -> list[str]:
-        """Return the names of their blocks, in order."""
+        """Return the names of the blocks in their tensors, in order."""
         stem = "in_blocks" if self.in_halves else "blocks"
         matches = (re.match(rf"{stem}\.(\d+)\.", key) for key in theirs)
         count = 1 + max(int(match[1]) for match in matches if match)
         return self.block_names(2 * count + 1 if self.in_halves else count)
 
     def block_names(self, num_blocks: int) -> list[str]:
-        """Return the names of their blocks in a network with `num_blocks`, in order."""
+        """Return the names that they give the blocks of a network with `num_blocks`, in order."""
         if not self.in_halves:
             return [f"blocks.{i}" for i in range(num_blocks)]
         halves = [
@@ -157,8 +157,8 @@ class CheckpointFormat:
     def keywords(
         self, theirs: Tensors, num_heads: int | None = None, num_classes: int | None = None
     ) -> dict[str, Any]:
-        """Return the keywords of our constructor for a network of the same sizes. Inconsistent
-        sizes are noticed later, as shapes that differ."""
+        """Return our constructor's keywords for a network of the same sizes. Inconsistent sizes
+        show up later as different shapes."""
         width, channels, patch_size, _ = theirs[f"{self.names['patch_embed']}.weight"].shape
         if num_classes is None:  # the last row is the null label; ImageNet's may be missing
             rows = len(theirs.get(f"{self.names['label_embed.table']}.weight", ()))
@@ -187,7 +187,7 @@ class CheckpointFormat:
         return keywords
 
     def rule(self, ours: str, blocks: list[str]) -> tuple[tuple[str, ...], TensorRule]:
-        """Return the names of their tensors that make our tensor, and the function that does.
+        """Return the names of their tensors that make up ours, and the function that makes it.
 
         Args:
             ours: a name in our state dict.
@@ -205,7 +205,7 @@ class CheckpointFormat:
     def take_apart(
         self, ours: str, tensor: Tensor, blocks: list[str], patch_size: int
     ) -> dict[str, Tensor]:
-        """Return their tensors, by name, that our tensor `ours` becomes: the inverse of `rule`.
-        Raises KeyError if the format has no such tensor, or the rule no inverse."""
+        """Return their tensors, by name, made from our tensor `ours`: the inverse of `rule`.
+        Raises KeyError if the format has no such tensor or the rule has no inverse."""
         names, rule = self.rule(ours, blocks)
         return dict(zip(names, _INVERSES[rule](tensor, len(names), patch_size), strict=True))

@@ -1,7 +1,7 @@
-"""hustvl/LightningDiT, in its published options: RMSNorm, SwiGLU, RoPE, modulation with shifts.
+"""hustvl/LightningDiT with its published options: RMSNorm, SwiGLU, RoPE, modulation with shifts.
 
-Time and velocity are converted as SiT's, see `dit`. The file has the tables of cosines and sines,
-[N, head size], which our network computes.
+Time and velocity are converted as for SiT, see `dit`. The file contains tables of cosines and
+sines, [N, head size], which our network computes.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def _tables(backbone: Backbone) -> Tensors:
     head_size = backbone.config["hidden_size"] // backbone.config["num_heads"]
     side = backbone.grid[1]
     cos, sin = (table[0, 0] for table in rotary_2d(place // side, place % side, head_size))
-    sin[:, 0::2] *= -1  # ours has the sign of a pair's first in it
+    sin[:, 0::2] *= -1  # ours includes the sign of a pair's first channel
     return {_COS: cos, _SIN: sin}
 
 

@@ -23,11 +23,11 @@ _NAMES_SHOWN = 20
 
 
 def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
-    """Return the networks `ema` and `model` of `file`, as far as they exist, and the step.
+    """Return the networks `ema` and `model` in `file`, if they exist, and the step.
 
-    A bare network counts as `ema`, which is what projects publish. What wrappers add to a key is
-    removed, and so is `model.` before every key. Raises CheckpointError if the file is missing,
-    damaged, unsafe, or holds no network.
+    A bare network counts as `ema`, which is what projects publish. Prefixes from wrappers are
+    removed from keys, and `model.` if all keys have it. Raises CheckpointError if the file is
+    missing, damaged or unsafe, or contains no network.
     """
     content = _load(Path(file))
     parts = {}
@@ -47,14 +47,14 @@ def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Return the first names as a text, and the number of the others."""
+    """Return a text with the first names and the number of others."""
     names = list(names)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 class _Ignored:
-    """Stands for an object whose class is not loaded; its state is dropped."""
+    """Placeholder for an object whose class is not loaded; its state is dropped."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -63,10 +63,10 @@ class _Ignored:
 
 
 def _load(file: Path) -> Mapping[str, Any]:
-    """Return the content of a file, on the CPU; no code in it runs.
+    """Return the content of a file, on the CPU, without running code in it.
 
-    Scripts save options and optimizers beside the weights. Their classes are replaced by
-    `_Ignored`, so that the packages that define them are not needed.
+    Scripts save options and optimizers together with weights. `_Ignored` replaces their classes, so
+    that the packages that define them are not needed.
     """
     if not file.is_file():
         raise CheckpointError(f"in={str(file)!r} is not a file; name the checkpoint.")
@@ -77,13 +77,13 @@ def _load(file: Path) -> Mapping[str, Any]:
             f"in={str(file)!r} is a pointer of Git LFS, not the file: run `git lfs pull` there."
         )
     try:
-        if start[8:9] == b"{":  # a safetensors header, whatever the file is called
+        if start[8:9] == b"{":  # a safetensors header, whatever the file's name
             return load_file(file)
         zipped = zipfile.is_zipfile(file)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if zipped else []
         with torch.serialization.safe_globals([(type("_", (_Ignored,), {}), n) for n in names]):
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # a damaged file raises whatever it leads the parser into
+    except Exception as error:  # parsing a damaged file may raise anything
         unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
         if unsafe:
             raise CheckpointError(
@@ -108,7 +108,7 @@ def _is_network(value: Any) -> bool:
 
 
 def _plainly_named(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the tensors under names without wrappers."""
+    """Return the tensors under names without wrappers and without a common prefix `model.`."""
     plain = {unwrapped(name): tensor for name, tensor in tensors.items()}
     while all(name.startswith("model.") for name in plain):
         plain = {name.removeprefix("model."): tensor for name, tensor in plain.items()}

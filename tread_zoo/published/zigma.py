@@ -1,4 +1,4 @@
-"""CompVis/zigma: each layer scans one of eight serpentines in turn, which no tensor shows.
+"""CompVis/zigma: the layers scan eight serpentines in turn, which tensors do not show.
 
 Its time has data at 1 and its velocity points to the data, as in SiT: see `dit`.
 """
