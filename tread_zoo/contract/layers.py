@@ -79,7 +79,8 @@ def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
     s(t) + s(t - r) - s(0), which is s(t) at r = t. The result is float32, or float64 if t is.
 
     Args:
-        t: noise labels [..] of order 1, real or complex. size: an even number.
+        t: noise labels [..] of order 1, real or complex.
+        size: an even number.
         time_scale: factor on t; 1000 spreads labels of order 1 over the wavelengths.
     """
     if t.is_complex():

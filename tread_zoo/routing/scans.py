@@ -39,7 +39,8 @@ class Scan:
         undo: the inverse of `take`.
         places: int64 [B, K], the tokens' ascending indices along the full curve; None if no token
             is missing.
-        num_extra: E. num_context: how many of them are context tokens.
+        num_extra: E.
+        num_context: number of context tokens among the extra tokens.
     """
 
     take: Tensor | None

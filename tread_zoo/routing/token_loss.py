@@ -77,7 +77,8 @@ def split_loss(
     Args:
         objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
         bypassed: bool [B, N], True for tokens that bypassed.
-        patch_size: p. weight: factor on the second term.
+        patch_size: p.
+        weight: factor on the second term.
 
     Returns:
         The losses, the values of `objective.loss`, and `reconstruction`, the mean over M, or 0

@@ -1,10 +1,10 @@
-"""Checks of the contracts of a backbone and of a routing method, for any of them.
+"""Checks that any backbone or routing method, also your own, keeps its contract.
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
 pytest --pyargs tread_zoo.testing --routing my_package:my_name
 
-A broken invariant fails. A broken rule of thumb, which a correct network may break, warns
-(`Advice`).
+A broken invariant fails. A broken rule of thumb only warns (`Advice`): a correct network may break
+it.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Checks of single blocks: the tokens that they get, and what they compute.
+"""Checks of single blocks: which tokens they get, and what they compute.
 
 B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
 """
@@ -19,8 +19,8 @@ NUM_TARGETS = 6
 
 @torch.no_grad()
 def check_skips_carry_their_tokens(probe: Probe) -> None:
-    """A skip has, for each token of its consumer, that token's state after the producer. A token
-    that bypassed the producer has its state from the start of the route."""
+    """A skip holds, for each token of its consumer, that token's state after the producer. If the
+    token bypassed the producer, it is the state from the start of the route."""
     backbone = probe.build()
     depth, inputs = backbone.num_blocks, probe.inputs()
     if not backbone.skips:
@@ -53,9 +53,9 @@ def check_skips_carry_their_tokens(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
-    """`depends_on` agrees with what changes the blocks' outputs: order, ids, or a taller grid.
+    """`depends_on` lists exactly what changes the blocks' outputs: order, ids, or a taller grid.
 
-    This notices positions by index in the routed sequence, scans that ignore gaps, and decays
+    This detects positions that count the routed sequence, scans that ignore gaps, and decays
     divided by the number of kept tokens.
     """
     backbone = probe.build()
@@ -69,8 +69,8 @@ def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
 @torch.no_grad()
 def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
     """A block that is called again, out of order, with a new layout and condition, has the same
-    output. So it keeps no skip in the network, the layout's cache or the condition, where the end
-    of a route would miss it. Blocks and forward write into none of their inputs."""
+    output. So it hides no skip in the network, the layout's cache or the condition, where the end
+    of a route would miss it. Blocks and forward do not change their inputs."""
     backbone, inputs = probe.build(), probe.inputs()
     route = probe.route(backbone)
     tensors = [v for v in (*inputs, route.ids) if v is not None]
@@ -78,7 +78,7 @@ def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
     with watching(backbone) as seen:
         backbone(*inputs, routes=[route])
     assert [v._version for v in tensors] == versions, "forward writes into its inputs"
-    backbone(*probe.inputs(seed=1))  # anything that a block keeps is now of this call
+    backbone(*probe.inputs(seed=1))  # overwrites anything that a block keeps
     for call in reversed(seen):
         copies: list[Tensor] = []
 
@@ -134,7 +134,7 @@ def check_scan_order_is_the_dense_one(probe: Probe) -> None:
 
 
 def _rows(backbone: Backbone, route: Select | None, batch: int) -> Tensor:
-    """Return int64 [B, L]: the rows of a full stream that a block gets."""
+    """Return the rows of a full stream that a block gets, int64 [B, L]."""
     extra = backbone.num_extra_tokens
     ids = torch.arange(backbone.num_tokens).expand(batch, -1) if route is None else route.ids
     return torch.cat([torch.arange(extra).expand(batch, -1), ids + extra], dim=1)
@@ -145,8 +145,8 @@ def _wide(rows: Tensor, stream: Tensor) -> Tensor:
 
 
 def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:
-    """Return [P, P]: the gradient of token p with respect to token p' in a block, relative to the
-    largest of any token."""
+    """Return the gradients [P, P] of a block's output token p with respect to input token p',
+    relative to the largest one."""
     streams = tuple(s.detach().requires_grad_() for s in call.before)
     after = backbone.run_block(call.block, streams, call.condition, call.layout, call.skip)
     rows = [place + backbone.num_extra_tokens for place in places]

@@ -1,7 +1,7 @@
-"""Checks of the backbone contract; each takes a `Probe` and raises `AssertionError`, saying why.
+"""Checks of the backbone contract; each takes a `Probe` and raises `AssertionError` with a reason.
 
-Many architectures start at zero output, where most faults have no effect; the probe therefore makes
-all weights random. B batch, N tokens, K kept tokens, E extra tokens.
+Many architectures start with zero output, which hides most faults, so the probe makes all weights
+random. B batch, N tokens, K kept tokens, E extra tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def check_pure(probe: Probe) -> None:
 
 
 def check_samples_do_not_mix(probe: Probe) -> None:
-    """An image's output does not depend on the others in its batch."""
+    """An image's output does not depend on other images in its batch."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     route = probe.route(backbone)
@@ -107,8 +107,8 @@ def check_conditions_matter(probe: Probe) -> None:
 
 
 def check_keeping_all_equals_no_route(probe: Probe) -> None:
-    """A route that keeps every token changes neither output, to the bit, nor gradients; blocks
-    compute the same with the ids of all tokens as with none."""
+    """A route that keeps every token changes neither gradients nor, to the bit, the output. Blocks
+    compute the same whether `ids` lists all tokens or is None."""
     backbone = probe.build()
     inputs = probe.inputs()
     dense, grads = output_and_gradients(backbone, inputs, ())
@@ -128,7 +128,7 @@ def check_keeping_all_equals_no_route(probe: Probe) -> None:
 
 
 def check_ids_matter(probe: Probe) -> None:
-    """Another choice of tokens gives another output: ids are not ignored."""
+    """Different kept tokens give different outputs: ids are not ignored."""
     backbone = probe.build()
     inputs = probe.inputs()
     one, other = (backbone(*inputs, routes=[probe.route(backbone, seed=s)]) for s in (1, 2))
@@ -137,7 +137,7 @@ def check_ids_matter(probe: Probe) -> None:
 
 
 def check_blocks_see_kept_tokens(probe: Probe) -> None:
-    """Routed blocks get E + K tokens in every stream, the kept ones; other blocks get all."""
+    """Routed blocks get the E extra and the K kept tokens in every stream; other blocks get all."""
     backbone = probe.build()
     extra, num_tokens = backbone.num_extra_tokens, backbone.num_tokens
     end = max(3, backbone.num_blocks - 1)
@@ -162,8 +162,8 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
 
 
 def check_tokens_leave_and_rejoin(probe: Probe) -> None:
-    """The rows of the kept ids and all extra tokens enter a route. In every stream, a bypassed
-    token rejoins unchanged, to the bit, and a kept one as processed."""
+    """Kept tokens and all extra tokens enter a route. In every stream, a bypassed token rejoins
+    unchanged, to the bit, and a kept token rejoins as processed."""
     backbone = probe.build()
     route = probe.route(backbone)
     with watching(backbone) as seen:
@@ -199,8 +199,8 @@ def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_blocks_can_be_left_out(probe: Probe) -> None:
-    """Blocks that are left out do not run. The next block gets the streams of the range's start,
-    extra tokens included, and skips of that state."""
+    """Skipped blocks do not run. The next block gets the streams from the start of the range, extra
+    tokens included, and skips with that state."""
     backbone, depth = probe.build(), probe.build().num_blocks
     start, end = 1, max(2, depth // 2)
     with watching(backbone) as seen:
@@ -217,14 +217,14 @@ def check_blocks_can_be_left_out(probe: Probe) -> None:
 
 
 def check_gradients_flow(probe: Probe) -> None:
-    """Every parameter and every pixel, bypassed or not, gets a finite gradient that is not 0."""
+    """Every parameter and every pixel, bypassed or not, gets a finite nonzero gradient."""
     backbone = probe.build()
     gradients_flow(probe, backbone, probe.route(backbone))
 
 
 def check_gradients_equal_differences(probe: Probe) -> None:
-    """Under a route, float64 gradients agree with differences: no gradient is cut, and hand-written
-    backward passes are right."""
+    """Under a route, float64 gradients agree with finite differences: no gradient is cut, and
+    hand-written backward passes are right."""
     backbone = probe.build()
     gradients_equal_differences(backbone, probe.inputs(), (probe.route(backbone, rate=0.5),))
 
@@ -243,8 +243,8 @@ def check_recomputation(probe: Probe) -> None:
 
 
 def check_half_precision(probe: Probe) -> None:
-    """bfloat16, by autocast or as the type of weights and images, gives nearly float32's output,
-    in a type no wider, and finite gradients."""
+    """bfloat16, by autocast or as dtype of weights and images, gives nearly the float32 output, in
+    a dtype no wider, and finite gradients."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
     full, _ = output_and_gradients(backbone, (x, t, y), routes)
@@ -284,9 +284,8 @@ def check_compiles(probe: Probe) -> None:
 
 
 def check_meta(probe: Probe) -> None:
-    """The constructor, forward and backward run on the meta device, where descriptions of networks
-    are compared with weights and FLOPs are counted. Nothing may depend on a value (`.item()`,
-    `if x.any()`) or name a device."""
+    """The constructor, forward and backward run on the meta device, which is used to check weights
+    and count FLOPs. Nothing may depend on a value (`.item()`, `if x.any()`) or name a device."""
     x, t, y = (None if v is None else v.to("meta") for v in probe.inputs())
     routes = [probe.route(probe.build()).to("meta")]
     try:
@@ -301,7 +300,7 @@ def check_meta(probe: Probe) -> None:
 
 
 def check_default_selector_exists(probe: Probe) -> None:
-    """`default_selector` is a registered name."""
+    """`default_selector` is the name of a registered selector."""
     selector, names = probe.build().default_selector, available("selector")
     assert selector in names, f"default_selector={selector!r} is none of {', '.join(names)}"
 
@@ -318,8 +317,8 @@ def check_default_route_cuts_no_skip(probe: Probe) -> None:
 
 
 def check_features(probe: Probe) -> None:
-    """Features are the state after each block, with gradients. Requesting them does not change the
-    output, and recomputation does not change them."""
+    """Features are the states after each block, with gradients. Requesting them does not change the
+    output, and activation checkpointing does not change them."""
     backbone = probe.build()
     inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
     plain, wanted = backbone(*inputs, routes=[route]), range(backbone.num_blocks)
@@ -342,8 +341,8 @@ def check_features(probe: Probe) -> None:
 
 
 def check_alignment(probe: Probe) -> None:
-    """The alignment of a block before, inside or after a route trains its projection and the blocks
-    up to that one."""
+    """Aligning a block before, inside or after a route trains the projection and all blocks up to
+    that block."""
     backbone = probe.build()
     inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
     target = torch.randn(len(inputs[0]), 7, 3, 2, generator=make_generator("probe features"))
@@ -361,8 +360,8 @@ def check_alignment(probe: Probe) -> None:
 
 
 def check_times_of_tokens(probe: Probe) -> None:
-    """If tokens can have times, equal ones give the output of a single time. Under a route, kept
-    tokens keep their times, and those of bypassed tokens are not used."""
+    """If tokens can have times, equal times give the output of a single time. Under a route, kept
+    tokens keep their times, and the times of bypassed tokens are not used."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     if not backbone.per_token_time:
@@ -391,7 +390,7 @@ def check_save_and_load(probe: Probe) -> None:
 
 
 def check_wrong_keyword(probe: Probe) -> None:
-    """A misspelt keyword of forward raises; the registry checks those of the constructor."""
+    """A misspelt keyword of forward raises; the registry checks the constructor's keywords."""
     backbone = probe.build()
     assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), "route= passes"
 
@@ -407,8 +406,8 @@ def check_unconditional(probe: Probe) -> None:
 
 
 def check_contexts_condition_or_are_refused(probe: Probe) -> None:
-    """Each embedding changes the output; y=None equals zeros, to the bit; float16 is accepted;
-    wrong shapes and types raise. A class without `takes_contexts` refuses contexts."""
+    """Each embedding of a context changes the output; y=None equals zeros, to the bit; float16 is
+    accepted; wrong shapes and dtypes raise. Without `takes_contexts`, contexts are refused."""
     contextual = probe.with_contexts()
     if not probe.build().takes_contexts:
         assert raises(ValueError, contextual.build), "contexts are ignored silently"
@@ -431,7 +430,7 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
 
 
 def check_contexts_stay_with_their_images(probe: Probe) -> None:
-    """An image's output depends on no other image's context, and embeddings are not routed: each
+    """An image's output does not depend on another image's context. Embeddings are not routed: each
     reaches the output with every block routed. A route that keeps all tokens changes nothing."""
     if not probe.build().takes_contexts:
         return

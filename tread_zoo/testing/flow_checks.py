@@ -1,4 +1,4 @@
-"""Checks of the flow of information between pixels, and between tokens in their order.
+"""Checks of the flow of information between pixels, and between tokens along their order.
 
 B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
 """
@@ -26,13 +26,13 @@ from tread_zoo.testing.probe import (
 )
 
 NUM_PLACES = 6
-EDGE = 5  # tokens at each end of a sequence, where convolutions differ
+EDGE = 5  # tokens at each end of a sequence, where convolutions act differently
 
 
 @torch.no_grad()
 def check_patches_stay_in_place(probe: Probe) -> None:
-    """With every block routed, a change of a bypassed token's pixels changes its patch of the
-    output more than any other: the head reads all tokens and puts patches back in place."""
+    """With every block routed, changing a bypassed token's pixels mostly changes its output patch:
+    the head reads all tokens and puts patches back in place."""
     backbone = probe.build()
     route = probe.route(backbone, 0, backbone.num_blocks, batch=1)
     places = bypassed(route, backbone.num_tokens)[0].nonzero().flatten().tolist()
@@ -51,7 +51,7 @@ def check_patches_stay_in_place(probe: Probe) -> None:
 
 
 def check_pixels_reach_each_other(probe: Probe) -> None:
-    """If a token's pixels reach another's output, the other's reach its output, too. This fails if
+    """If token a's pixels affect token b's output, then b's pixels affect a's output. This fails if
     all blocks scan, or convolve causally, in the same direction."""
     backbone = probe.build().double()
     x, t, y = probe.inputs(1)
@@ -76,8 +76,8 @@ def check_pixels_reach_each_other(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
-    """Without one token, blocks give the others nearly the same output, in place: the order of a
-    subset is the full order without the missing tokens, undone afterwards. A rule of thumb."""
+    """Without one token, blocks give the others nearly the same output, in place. A subset's order
+    is the full order without the missing tokens, undone afterwards. A rule of thumb."""
     backbone, inputs = probe.build(), probe.inputs()
     batch, num_tokens, extra = len(inputs[0]), backbone.num_tokens, backbone.num_extra_tokens
     missing = torch.linspace(num_tokens // 3, 2 * num_tokens // 3, batch).long()
@@ -108,8 +108,8 @@ def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
 
 
 def check_order_alone_is_a_scans(probe: Probe) -> None:
-    """Blocks that depend on the order and not on the ids are scans: of equal tokens, later ones
-    matter less. With positions by index, rotary or sines, that oscillates. A rule of thumb."""
+    """Blocks that depend on the order but not on ids are scans: among equal tokens, farther ones
+    matter less. Positions by index, rotary or sines, would oscillate. A rule of thumb."""
     backbone = probe.build()
     num_kept = backbone.num_tokens - 1
     if num_kept < 3 * EDGE or what_blocks_depend_on(probe, backbone) != {"order"}:
@@ -130,8 +130,8 @@ def check_order_alone_is_a_scans(probe: Probe) -> None:
 
 
 def _swing(backbone: Backbone, call: BlockCall, layout: Layout, condition: object) -> float:
-    """Return the total variation, over its range, of the weights of equal tokens for the first one
-    along the sequence: 1 if they only fall."""
+    """Return how much the influence of equal tokens on the first one oscillates along the sequence:
+    its total variation divided by its range, 1 if it only falls."""
     extra, length = layout.num_extra, layout.positions().shape[1]
 
     def alike(stream: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Checks of a routing method; each takes a `MethodProbe` and raises `AssertionError`, saying why.
+"""Checks of a routing method; each takes a `MethodProbe` and raises `AssertionError` with a reason.
 
-A probe holds a method and a small backbone of random weights. B batch, N tokens, E extra tokens.
+A probe has a method and a small backbone with random weights. B batch, N tokens, E extra tokens.
 """
 
 import math
@@ -29,7 +29,7 @@ from tread_zoo.testing.probe import (
     watching,
 )
 
-NUM_STEPS = 12  # of the run whose steps are drawn
+NUM_STEPS = 12  # length of the run that is checked
 STEPS = (0, 1, 4, 7, 10)
 
 
@@ -38,8 +38,8 @@ class MethodProbe:
     """A routing method on a backbone.
 
     Args:
-        part: the method, by its name or as a mapping with its options.
-        backbone: of random weights, at a small size.
+        part: the method's name, or a mapping with its name and options.
+        backbone: a probe of a small backbone with random weights.
     """
 
     part: str | dict[str, Any]
@@ -52,8 +52,8 @@ class MethodProbe:
         return method
 
     def build(self, method: Method | None = None, fresh: bool = False) -> Backbone:
-        """Return the backbone with the weights that the method owns, random or, if `fresh`, as the
-        method starts them."""
+        """Return the backbone with the method's weights. They are random or, if `fresh`, as the
+        method initialises them."""
         return self.backbone.build_routed(method or self.method, fresh=fresh)
 
     def draw(
@@ -90,8 +90,8 @@ def check_options_round_trip(probe: MethodProbe) -> None:
 
 
 def check_tokens_return_whole(probe: MethodProbe) -> None:
-    """At the end of every crossing all tokens are back: streams, skips of all kinds and layout at
-    full length, extra tokens as they were where no block ran."""
+    """At the end of every crossing all tokens are back: streams, skips and layout have full length.
+    If no block ran, extra tokens are unchanged."""
     backbone = probe.build()
     for crossings in probe.each_draw(backbone):
         for crossing in _own(backbone, crossings):
@@ -101,7 +101,7 @@ def check_tokens_return_whole(probe: MethodProbe) -> None:
             for full, entered in zip(start.streams, tokens.streams, strict=True):
                 extra = backbone.num_extra_tokens
                 assert torch.equal(entered[:, :extra], full[:, :extra]), "extra tokens are routed"
-            made = {4: tokens.streams[0]}  # by a block of the crossing, for one after it
+            made = {4: tokens.streams[0]}  # from inside to after the crossing
             used = {k: v for k, v in tokens.skips.items() if k not in tokens.inner}
             after = exit(tokens._replace(skips={**used, **made}))
             assert after.layout.ids is start.layout.ids, "the layout is not the one at the start"
@@ -111,8 +111,8 @@ def check_tokens_return_whole(probe: MethodProbe) -> None:
 
 
 def check_calls_are_pure(probe: MethodProbe) -> None:
-    """The same crossings give the same output, to the bit, before and after other calls; the dense
-    call between them does not change; nothing is drawn from torch's global generator."""
+    """The same crossings give the same output, to the bit, before and after other calls. A dense
+    call in between does not change, and torch's global generator is not used."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     state = torch.get_rng_state()
     dense = backbone(*inputs)
@@ -125,8 +125,8 @@ def check_calls_are_pure(probe: MethodProbe) -> None:
 
 
 def check_draws_belong_to_images(probe: MethodProbe) -> None:
-    """What an image draws depends on (seed, step, image) alone: two halves of a batch, as on two
-    ranks, draw what the whole draws; equal calls draw equally, images and steps differently."""
+    """An image's random choices depend only on (seed, step, image). Two halves of a batch, as on
+    two ranks, get the same as the whole; equal calls agree; images and steps differ."""
     backbone = probe.build()
     for index in STEPS:
         whole = probe.draw(backbone, index, range(4))
@@ -144,7 +144,7 @@ def check_draws_belong_to_images(probe: MethodProbe) -> None:
 
 
 def check_an_image_alone_equals_itself(probe: MethodProbe) -> None:
-    """An image's output does not depend on the others in its batch."""
+    """An image's output does not depend on other images in its batch."""
     backbone, (x, t, y) = probe.build(), probe.backbone.inputs()
     for index in STEPS:
         together = backbone(x, t, y, routes=probe.draw(backbone, index, range(len(x))))
@@ -170,8 +170,8 @@ def check_keeping_all_is_dense(probe: MethodProbe) -> None:
 
 
 def check_gradients_flow(probe: MethodProbe) -> None:
-    """Every weight, owned ones included, and every pixel gets a finite gradient; in each step, or
-    over some steps where `idle_weights` says that one may leave weights out."""
+    """Every weight, the method's included, and every pixel gets a finite gradient: in each step, or
+    in some of several steps if the method has `idle_weights`."""
     backbone, (x, t, y) = probe.build(), probe.backbone.inputs()
     x.requires_grad_()
     moved: Counter[str] = Counter()
@@ -192,7 +192,7 @@ def check_gradients_flow(probe: MethodProbe) -> None:
 
 
 def check_gradients_equal_differences(probe: MethodProbe) -> None:
-    """In float64 gradients agree with differences, those of owned weights included."""
+    """In float64, gradients agree with finite differences, also for the method's weights."""
     for crossings in probe.each_draw(probe.build())[:3]:
         gradients_equal_differences(probe.build(), probe.backbone.inputs(), crossings)
 
@@ -211,8 +211,8 @@ def check_recomputation(probe: MethodProbe) -> None:
 
 
 def check_half_precision(probe: MethodProbe) -> None:
-    """Under bfloat16's autocast, output and gradients are finite, and the output is near float32's
-    where everything is drawn."""
+    """Under bfloat16 autocast, output and gradients are finite. If choices do not depend on
+    activations, the output is near the float32 output."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     for crossings in probe.each_draw(backbone):
         full, _ = output_and_gradients(backbone, inputs, crossings)
@@ -238,7 +238,7 @@ def check_compiles(probe: MethodProbe) -> None:
 
 def check_costs_are_counted(probe: MethodProbe) -> None:
     """`variants` cover every step with weights that sum to 1, run on the meta device, and include
-    what is drawn; a routed step costs no more than a dense one plus the owned weights."""
+    what `draw` returns. A routed step costs at most a dense step plus the method's weights."""
     backbone, method = probe.build(), probe.method
     variants = list(method.variants(Stack.of(backbone), NUM_STEPS))
     for index in range(NUM_STEPS):
@@ -254,8 +254,8 @@ def check_costs_are_counted(probe: MethodProbe) -> None:
 
 
 def check_described_weights_load(probe: MethodProbe) -> None:
-    """A network is rebuilt from its description, and takes its saved weights, owned ones included;
-    a copy, as the averaged network, uses its own."""
+    """A network is rebuilt from its description and loads its saved weights, also the method's. A
+    copy, such as the averaged network, uses its own weights."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     crossings = probe.each_draw(backbone)[0]
     out = backbone(*inputs, routes=crossings)
