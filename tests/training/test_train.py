@@ -354,11 +354,13 @@ def test_real_images_lie_beside_samples_of_their_classes(run, tmp_path, num_clas
     np.savez(tmp_path / "sorted.npz", images=images, labels=labels)
     data = ["data=npz", f"data.path={tmp_path}/sorted.npz", f"data.num_classes={num_classes}"]
     folder = run("run", *data, "training.num_steps=1")
-    grid = np.asarray(Image.open(folder / "samples" / "real.png"))
-    side = grid.shape[1] // 10
-    shown = (grid[side // 2 :: side, side // 2 :: side][:10, :10] // 60).flatten().tolist()
+    picture = Image.open(folder / "samples" / "real.png")
+    rows, columns, top = map(int, picture.info["grid"].split())
+    grid, side = np.asarray(picture)[top:], picture.width // columns
+    shown = (grid[side // 2 :: side, side // 2 :: side][:rows, :columns] // 60).flatten().tolist()
     if num_classes:
-        assert shown == [i % 4 for i in range(100)]
+        assert (rows, columns) == (10, 8)  # two columns for each class
+        assert shown == [i % 4 for i in range(80)]
     else:
         assert set(shown) == {0, 1, 2, 3}
 
