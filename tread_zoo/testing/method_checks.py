@@ -286,7 +286,7 @@ def check_a_block_can_be_left_out(probe: MethodProbe) -> None:
 
 
 def check_sampling(probe: MethodProbe) -> None:
-    """`sample` and `weak` give crossings that run, or raise ValueError, saying why."""
+    """`sample` and `weak` return crossings that run, or raise ValueError with a reason."""
     backbone, inputs, method = probe.build(), probe.backbone.inputs(), probe.method
     stack = Stack.of(backbone)
     calls: list[Callable[[], Sequence[Crossing]]] = [lambda: method.weak(stack)]
@@ -303,8 +303,8 @@ def check_sampling(probe: MethodProbe) -> None:
 
 
 def _tokens(backbone: Backbone) -> Tokens:
-    """Return random tokens of a backbone before a crossing, with two open skips, of which its
-    blocks consume the first."""
+    """Return random tokens for the start of a crossing, with two open skips; blocks of the crossing
+    consume the first one."""
     generator, batch = make_generator("kit tokens"), BATCH
     length = backbone.num_extra_tokens + backbone.num_tokens
 
@@ -347,7 +347,7 @@ def _plain(crossing: Crossing) -> Any:
 
 
 def _shape(crossing: Crossing, skip: int = 0) -> Any:
-    """Return its kind: the class, the range, and the shapes of its tensors, less `skip` sizes."""
+    """Return a crossing's kind: class, range, and shapes of tensors without `skip` dimensions."""
     shapes = {name: tuple(v.shape)[skip:] for name, v in _tensors(crossing).items()}
     return type(crossing).__name__, crossing.start, crossing.end, shapes
 

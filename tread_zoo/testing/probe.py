@@ -24,13 +24,13 @@ CONTEXT_KEYWORDS = ("context_length", "context_size")
 
 @dataclass
 class Probe:
-    """A small backbone by its registered name, and inputs for it.
+    """A small registered backbone, and random inputs for it.
 
     Args:
         name: registered name.
         input_size: height and width of the inputs; not square, to catch swapped axes.
-        overrides: keywords for `create_backbone`; context_length and context_size replace the
-            classes by contexts.
+        overrides: keywords for `create_backbone`; context_length and context_size mean contexts
+            instead of classes.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Probe:
         return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
 
     def build(self, seed: int = 0) -> Backbone:
-        """Return the backbone with all weights random, in float32."""
+        """Return the backbone in float32 with random values for all weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             backbone = create_backbone(
@@ -76,7 +76,7 @@ class Probe:
         return backbone
 
     def build_routed(self, method: Method, seed: int = 0, fresh: bool = False) -> Backbone:
-        """Return the same backbone with the weights that a routing method owns, random or, if
+        """Return the same backbone with a routing method's weights, which are random or, if
         `fresh`, initial ones."""
         backbone = self.build(seed)
         with torch.random.fork_rng(devices=[]):
@@ -108,7 +108,7 @@ class Probe:
         seed: int = 0,
         batch: int = BATCH,
     ) -> Select:
-        """Return a route with random ids; a negative end counts from the depth."""
+        """Return a route with random ids; a negative `end` counts from the last block."""
         num_kept = num_kept_tokens(backbone.num_tokens, rate)
         generator = make_generator("probe route", seed)
         scores = torch.rand(batch, backbone.num_tokens, generator=generator)
@@ -117,7 +117,7 @@ class Probe:
 
 
 class BlockCall(NamedTuple):
-    """The arguments and the result of a call of `run_block`."""
+    """The arguments and the result of one call of `run_block`."""
 
     before: Streams
     layout: Layout
@@ -150,7 +150,7 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
 def fresh_condition(
     backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], layout: Layout
 ) -> Any:
-    """Return the condition of the inputs for a block with this layout."""
+    """Return the condition that a block with this layout gets for the inputs."""
     condition = backbone.embed(*inputs)[1]
     if layout.ids is not None:
         rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
@@ -174,7 +174,7 @@ def run_again(
 
 
 def shuffled_tokens(num_tokens: int, num_extra: int) -> Tensor:
-    """Return int64 [E + K]: the extra tokens, then the others in random order."""
+    """Return indices int64 [E + K]: extra tokens in order, then the others in random order."""
     shuffle = torch.randperm(num_tokens, generator=make_generator("probe shuffle"))
     return torch.cat([torch.arange(num_extra), shuffle + num_extra])
 
@@ -232,7 +232,7 @@ def bypassed(route: Select, num_tokens: int) -> Tensor:
 def output_and_gradients(
     backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output and the parameters' gradients of its mean square; clears `.grad`."""
+    """Return the output, and the gradients of its mean square by parameter; clears `.grad`."""
     backbone.zero_grad()
     out = backbone(*inputs, routes=routes)
     out.square().mean().backward()
@@ -242,8 +242,8 @@ def output_and_gradients(
 
 
 def gradients_flow(probe: Probe, backbone: Backbone, route: Any, idle: Sequence[int] = ()) -> None:
-    """Assert that under a route every pixel and every parameter has a finite gradient that is not
-    0, except those of `idle` blocks, which have none."""
+    """Assert that under a route every pixel and every parameter has a finite nonzero gradient.
+    Parameters of `idle` blocks must have none."""
     backbone.zero_grad()
     x, t, y = probe.inputs()
     x.requires_grad_()
@@ -265,8 +265,8 @@ def gradients_flow(probe: Probe, backbone: Backbone, route: Any, idle: Sequence[
 def gradients_equal_differences(
     backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Any]
 ) -> None:
-    """Assert that gradients agree with differences in three random directions of inputs and
-    parameters. The backbone is converted to float64."""
+    """Assert that gradients agree with finite differences along three random directions of inputs
+    and parameters. The backbone is converted to float64."""
     backbone = backbone.double()
     x, t, y = inputs
     x, t = x.double().requires_grad_(), t.double()
@@ -299,7 +299,7 @@ class Advice(UserWarning):
 
 
 def advise(holds: bool, text: str) -> None:
-    """Warn with `text` unless a rule of thumb holds."""
+    """Warn with `text` if `holds` is false: unusual, not necessarily wrong."""
     if not holds:
         warnings.warn(text, Advice, stacklevel=3)
 

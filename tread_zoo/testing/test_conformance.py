@@ -1,4 +1,4 @@
-"""Every check on every requested backbone or routing method, also of other packages.
+"""Runs every check on every requested backbone or routing method, also from other packages.
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
 pytest --pyargs tread_zoo.testing --routing my_package:my_name
@@ -21,7 +21,7 @@ USAGE = (
     "--routing my_package:my_name (or NAME for one of tread_zoo or a plug-in). If tread_zoo is on "
     "the path but not installed, add -p tread_zoo.testing.plugin."
 )
-# Attention; long skips and two streams; a value of the first block that travels along.
+# One backbone each for: attention; long skips and two streams; a first value shared by all blocks.
 ROWS = {
     "dit_tiny": {"depth": 6, "hidden_size": 24, "num_heads": 2},
     "mamba_tiny": {"depth": 6, "hidden_size": 24},
@@ -81,7 +81,7 @@ def make_method(method: str, options: dict[str, object]) -> dict[str, Any]:
 
 
 def _imported(option: str, text: str) -> str:
-    """Return the name in `package:name`, after importing the package."""
+    """Import the package in `package:name`, and return the name."""
     package, _, name = text.rpartition(":")
     try:
         if package:

@@ -2,9 +2,9 @@
 
 handle.py     `enable_routing`, and the handle that it returns
 calls.py      one forward pass: blocks called on some of the tokens
-arguments.py  which arguments of a block have one row per token, and their rows
-check.py      proof that a block may be routed
-families.py   what cannot be read off a network, by the name of its class
+arguments.py  which arguments of a block are per token, and how they are gathered
+check.py      test that a block may be routed
+families.py   facts about known classes of networks that their code does not show
 """
 
 from tread_zoo.routing.others.families import FAMILIES, REFUSED, Family

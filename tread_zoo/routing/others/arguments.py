@@ -1,4 +1,4 @@
-"""Which arguments of a block have one row per token, and their rows for the tokens present.
+"""Which arguments of a block are per token, and their values for the tokens present.
 
 An argument is per token if a dimension of it has N or N + T entries. A shared sequence is
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OTHER = ("encoder", "text", "txt", "context", "audio")  # how names of others' tokens start
-TABLES = ("rotary", "rope", "freqs", "rot_emb")  # in names of positions, which may lack a batch
+OTHER = ("encoder", "text", "txt", "context", "audio")  # prefixes of names of non-image tokens
+TABLES = ("rotary", "rope", "freqs", "rot_emb")  # in names of position tables, maybe unbatched
 
 First = int | Tensor  # int64 [B] where images start at different positions
 
 
 class PerImage:
-    """A table [B, K, ...] in place of one [K, ...] whose user broadcasts it over a batch."""
+    """A table [B, K, ...] that replaces a table [K, ...] which blocks broadcast over the batch."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.dtype, self.device = values, values.dtype, values.device
@@ -51,7 +51,7 @@ class PerImage:
 
 
 def sequence(ids: Tensor, num_tokens: int, others: int, first: First) -> Tensor:
-    """Return the positions int64 [B, K + others] of ids [B, K] and of all other tokens."""
+    """Return the positions of image tokens `ids` and all others in a sequence, [B, K + others]."""
     if others == 0:
         return ids
     kept = ids.shape[1]
@@ -72,7 +72,7 @@ def image_of(tokens: Tensor, count: int, first: First) -> Tensor:
 
 
 def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tensor:
-    """Return a sequence with other image tokens [B, M, D] in place of its `count` ones."""
+    """Return a sequence whose `count` image tokens are replaced by `image` [B, M, D]."""
     if tokens.shape[1] == count:
         return image
     image = image.to(tokens.dtype)
@@ -87,7 +87,7 @@ def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tenso
 
 
 def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """Return the rows [B, K] of values whose first dimension, of B or 1, is the batch."""
+    """Return the entries `rows` [B, K] along `dim` of values with batch dimension B or 1."""
     values = values.expand(len(rows), *values.shape[1:])
     shape = (len(rows), *[1] * (dim - 1), rows.shape[1], *[1] * (values.ndim - dim - 1))
     return torch.take_along_dim(values, rows.view(shape), dim)
@@ -99,11 +99,11 @@ class Adapter:
 
     Args:
         num_tokens: N.
-        sizes: number of other tokens by the size of a dimension, and where the image starts then.
+        sizes: size of a dimension -> number of other tokens, and where the image starts.
         batch: B.
         form: `broadcast` gives unbatched tables as `PerImage`, `plain` as a tensor [B, K, ...],
             `shared` as a tensor [K, ...] of the first image's ids.
-        made: tensors that blocks of the route returned, which have their rows already.
+        made: tensors that blocks of the route returned, which are gathered already.
     """
 
     num_tokens: int
@@ -113,7 +113,7 @@ class Adapter:
     made: Any
 
     def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
-        """Return the arguments but `key`, for the tokens `ids` [B, K] in their order."""
+        """Return the arguments, except `key`, for the tokens `ids` [B, K] in that order."""
         return {
             name: value if name == key or name.startswith(OTHER) else self._any(name, value, ids)
             for name, value in named.items()
@@ -138,14 +138,14 @@ class Adapter:
         return value
 
     def _dims(self, name: str, value: Tensor) -> list[int]:
-        """Return the dimensions of a tensor that are of tokens."""
+        """Return the dimensions of a tensor that run over tokens."""
         table = any(word in name for word in TABLES)
         number = value.is_floating_point() or value.is_complex()
         last = value.ndim - 1 if value.ndim > 1 and number and "mask" not in name else None
         dims = [d for d, size in enumerate(value.shape) if size in self.sizes and d != last]
         if dims[:1] != [0]:
             return dims
-        # As many images as tokens: the first dimension is of tokens in a table of these alone.
+        # If B = N: the first dimension runs over tokens only in a position table without a batch.
         if value.shape[0] == self.batch and not (table and len(dims) == 1):
             return dims[1:]
         return dims[:1] if table else dims

@@ -1,8 +1,8 @@
-"""One forward pass of another project's network: its blocks, called on some of the tokens.
+"""One forward pass of another project's network, with blocks called on some of the tokens.
 
 While the network runs, its lists of blocks are lists of `Call`s, which hold the `Frame` of this
-pass. Gradient checkpointing keeps what it calls, so a recomputation sees the crossings of its own
-pass, whatever ran since. Crossings see the image tokens alone.
+pass. Gradient checkpointing keeps the `Call`s, so a recomputation uses the crossings of its own
+pass, whatever ran since. Crossings only see image tokens.
 
 B batch, N image tokens, K image tokens present, T other tokens of the same sequence, D width.
 """
@@ -29,7 +29,7 @@ from tread_zoo.routing.select import Ranked, Select, Skip
 
 
 class Call:
-    """A block of a list, or, with `index` None, of a list that is only watched for N."""
+    """Stands in for a block in a list; `index` is None if the list is only watched to find N."""
 
     def __init__(self, frame: "Frame", index: int | None, block: nn.Module) -> None:
         self.frame, self.index, self.block = frame, index, block
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass
 class Visit:
-    """What one call of a block works on: its arguments by name, and where its tokens are."""
+    """One call of a block: its arguments by name, and where its image tokens are."""
 
     index: int
     block: nn.Module
@@ -60,14 +60,14 @@ class Visit:
 
 
 class Frame:
-    """What one forward pass draws, and what waits in it.
+    """The state of one forward pass: its crossings, and their exits that are still to run.
 
-    All that it keeps after the pass is closed has no graph, so that graph and frame can go.
+    After the pass is closed it keeps no autograd graph, so that memory can be freed.
 
     Args:
         routes: the handle, a `Routes`.
-        arguments: of the network, by name.
-        draws: (step, number of the pass within it).
+        arguments: the network's arguments, by name.
+        draws: (step, number of the pass within the step).
     """
 
     def __init__(self, routes: Any, arguments: Mapping[str, Any], draws: Any) -> None:
@@ -86,7 +86,7 @@ class Frame:
         self.open, self.exits, self.arguments = False, {}, self._light()
 
     def check_calls(self, before: int | None = None) -> None:
-        """Raise `RuntimeError` if a routed block, of those before one, was not called."""
+        """Raise `RuntimeError` if a routed block (with an index below `before`) was not called."""
         end = self.routes.num_blocks if before is None else before
         ranges = [range(c.start, min(c.end, end)) for c in self.crossings or ()]
         if self.crossings is None or any(not self.called.issuperset(each) for each in ranges):
@@ -97,7 +97,7 @@ class Frame:
             )
 
     def run(self, index: int | None, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what a block returns, with the crossings that start and end at it."""
+        """Return a block's output, with the crossings that start or end at the block applied."""
         named = self.routes.named(block, args, kwargs)
         key = self.routes.tokens or next(iter(named))
         x = named[key]
@@ -135,7 +135,7 @@ class Frame:
             self.routes.check_crossing(crossing)
 
     def _check_call(self, index: int, x: Tensor, inside: list[int]) -> None:
-        """Raise `RuntimeError` where a route would be wrong in silence."""
+        """Raise `RuntimeError` if a route would silently give wrong results."""
         assert self.crossings is not None
         self.check_calls(before=index)
         self.called.add(index)
@@ -175,7 +175,7 @@ class Frame:
         return 0 if family.image_first else others
 
     def _light(self) -> dict[str, Any]:
-        """Return what is asked of the arguments in a recomputation."""
+        """Return the part of the arguments that a recomputation needs."""
         offsets = self.routes.family.offsets
         return {} if offsets is None else {"offsets": offsets(self.arguments)}
 
@@ -209,7 +209,7 @@ class Frame:
         verdict: Verdict | None,
         turn: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments of a block for its tokens, or for these in the order `turn`."""
+        """Return a block's arguments for the tokens present, optionally reordered by `turn`."""
         ids = tokens.layout.ids
         if ids is None:
             return {**visit.named, visit.key: new}
@@ -235,7 +235,7 @@ class Frame:
         }
 
     def _verdict(self, visit: Visit, new: Tensor, tokens: Tokens) -> Verdict:
-        """Return what is known of the block's class, which is examined until it is proven."""
+        """Return the verdict on the block's class, which is examined until one is reached."""
         name = self.routes.kind(visit.index, visit.block)
         known = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):
@@ -303,7 +303,7 @@ class Frame:
             return self.crossings[n].enter(self.starts[n])[1]
 
     def _whole(self, named: dict[str, Any], inside: Any) -> dict[str, Any]:
-        """Return the arguments with long skips from crossings that ended at full length."""
+        """Return the arguments; long skips from crossings that have ended get all tokens back."""
         for name, value in named.items() if len(self.made) else ():
             gone = self.made.get(value, ()) if isinstance(value, Tensor) else ()
             for n in reversed([n for n in gone if n not in inside]):
@@ -315,13 +315,13 @@ class Frame:
         return named
 
     def _unchanged(self, visit: Visit, new: Tensor) -> Any:
-        """Return what a block that does not run would return for the tokens `new`."""
+        """Return the output of a skipped block: the tokens `new`, unchanged."""
         values = {**visit.named, visit.key: new}
         outs = [None if name is None else values[name] for name in self._outputs(visit)]
         return outs[0] if self.routes.single[type(visit.block)] else tuple(outs)
 
     def _outputs(self, visit: Visit) -> list[str | None]:
-        """Return which argument each output of the block is an update of."""
+        """Return, for each output of the block, the name of the argument that it updates."""
         kind = type(visit.block)
         if kind not in self.routes.outputs:
             with torch.no_grad():

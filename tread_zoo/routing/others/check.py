@@ -1,8 +1,8 @@
-"""Proof that a block may be routed: the same tokens in another order give the same, reordered.
+"""Test that a block may be routed: reordering its tokens only reorders its output.
 
     f(P x, P a) = P f(x, a)      P a reordering, x the tokens, a the arguments per token
 
-This fails for convolutions, windows, scans, causal masks, and where a position was not gathered.
+This fails for convolutions, windows, scans, causal masks, and positions that were not gathered.
 
 B batch, K image tokens, L tokens of the sequence.
 """
@@ -22,12 +22,12 @@ FAILURES = (RuntimeError, TypeError, AttributeError, IndexError, ValueError, Ass
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a class of blocks.
+    """The result of the test for a class of blocks.
 
     Args:
-        form: how unbatched tables reach it, as of `Adapter`.
-        output: which of several outputs are the tokens; None: the only one.
-        error: of reordered tokens, as a part of the block's update; None: it changes no token yet.
+        form: how it takes unbatched tables, see `Adapter`.
+        output: index of the output with the tokens; None: the only output.
+        error: error on reordered tokens, relative to the block's update; None: no update yet.
     """
 
     form: str
@@ -54,14 +54,14 @@ def examine(
     """Return the verdict on a class of blocks.
 
     Args:
-        block: one of the class.
-        call: of a form and a reordering of the image tokens, or None: the block's arguments.
+        block: a block of the class.
+        call: (form, reordering of the image tokens or None) -> the block's arguments.
         key: name of the argument that has the tokens.
         reorder: int64 [B, L], the sequence in the new order.
-        forms: those to try.
+        forms: forms to try.
 
     Raises:
-        ValueError: it depends on the place of a token.
+        ValueError: the block's output depends on the order of tokens.
     """
     inner = getattr(block, "_orig_mod", block)
     modes = [(module, module.training) for module in inner.modules()]
@@ -94,7 +94,7 @@ def _compare(
     reorder: Tensor,
     form: str,
 ) -> Verdict:
-    # the call without compilation, which would be done for these two calls alone
+    # call without compilation, which would not pay for two calls
     first, second = block._call_impl(**plain), block._call_impl(**turned)
     x = plain[key]
     if isinstance(first, Tensor):
@@ -105,7 +105,7 @@ def _compare(
             fits[i] = _error(one, two, x, reorder)
     if not fits:
         raise TypeError("none of its outputs has the shape of the tokens")
-    # with as many other tokens as image tokens, the image is what follows the new order
+    # if image and other tokens are equally many, the image is the output that follows the new order
     output = min(fits, key=lambda i: fits[i][1])
     error = fits[output][0]
     for i, (one, two) in enumerate(zip(first, second, strict=True)):
@@ -115,7 +115,7 @@ def _compare(
 
 
 def _error(one: Tensor, two: Tensor, x: Tensor, reorder: Tensor) -> tuple[float | None, float]:
-    """Return the error as a part of the update, None for no update, and its size."""
+    """Return the error relative to the update (None without an update), and its absolute size."""
     gap = float((two - take(one, reorder, 1)).float().norm())
     update = float((one - x).float().norm())
     return (gap / update if update > 0 else None), gap
@@ -128,7 +128,7 @@ def _limit(tokens: Tensor) -> float:
 
 @torch.no_grad()
 def likest(output: Any, named: Mapping[str, Any]) -> list[str | None]:
-    """Return which argument each output of a block is an update of: the nearest of its shape."""
+    """Return, for each output of a block, the name of the nearest argument of equal shape."""
     names: list[str | None] = []
     for out in (output,) if isinstance(output, Tensor) else output:
         near = {

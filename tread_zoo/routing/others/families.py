@@ -1,4 +1,4 @@
-"""What cannot be read off a network, by the name of its class; nothing of diffusers is imported.
+"""How known classes arrange their tokens, by class name; diffusers is not imported.
 
 N image tokens, T other tokens of the same sequence.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-Arguments = Mapping[str, Any]  # of the network's forward, by name
+Arguments = Mapping[str, Any]  # arguments of the network's forward, by name
 
 LISTS = (
     "transformer_blocks", "joint_transformer_blocks", "double_stream_blocks", "blocks", "layers",
@@ -22,13 +22,13 @@ class Family:
     """How a class of networks arranges its tokens.
 
     Args:
-        lists: its lists of blocks in the order of their use; those that it lacks are left out.
-        watch: lists that see the image tokens alone, before the others; their length is N.
-        image_first: in a shared sequence the image stands before the other tokens.
-        offsets: first position of each image in a shared sequence, [B].
-        extra: T in the first list, of (arguments, tokens [B, N + T, D]).
+        lists: names of its lists of blocks in order of use; missing ones are ignored.
+        watch: lists that run first, on image tokens only; they show N.
+        image_first: in a shared sequence the image precedes the other tokens.
+        offsets: arguments -> first position of each image in a shared sequence, [B].
+        extra: (arguments, tokens [B, N + T, D]) -> T in the first list.
         crosses: a route may run from one list into the next.
-        shared: unbatched arguments per token, as rotary tables, must be plain tensors, so all
+        shared: unbatched arguments per token, such as rotary tables, must be plain tensors, so all
             images of a batch keep the same tokens.
     """
 
@@ -57,7 +57,7 @@ def _before_patches(arguments: Arguments, tokens: Tensor) -> int:
     return tokens.shape[1] - arguments["hidden_states"][0, 0].numel() // 4  # patches of 2x2
 
 
-IMAGE = Family()  # text has a stream of its own, or is attended to
+IMAGE = Family()  # text has its own stream, or is attended to
 FAMILIES: dict[str, Family] = {
     "AllegroTransformer3DModel": IMAGE,
     "AuraFlowTransformer2DModel": IMAGE,

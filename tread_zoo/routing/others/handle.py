@@ -1,4 +1,4 @@
-"""`enable_routing`: some tokens bypass some blocks of a network of another project, in training.
+"""`enable_routing`: tokens bypass some blocks of another project's network in training.
 
     routes = enable_routing(transformer, start=2, end=-2, selection_rate=0.5)
 
@@ -29,7 +29,7 @@ SLOT = "_token_routes"
 
 
 class Routes:
-    """The handle of a routed network. `enable_routing` makes it."""
+    """The handle of a routed network, made by `enable_routing`."""
 
     def __init__(
         self,
@@ -68,22 +68,22 @@ class Routes:
     # What users call ------------------------------------------------------------------------------
 
     def at(self, step: int, num_steps: int) -> None:
-        """Draw for this optimizer step, counted from 0, of a run; schedules need it.
+        """Set the optimizer step of the run, counted from 0; schedules need it.
 
-        The passes of one step draw different tokens, and the same ones when the step is repeated.
+        Each pass of a step chooses its own tokens; repeating the step repeats the choices.
         """
         self.step, self.passes = (step, num_steps), 0
 
     def keep(self, mask: Tensor | None) -> None:
-        """Never drop the tokens that are True in `mask` [B, N], until this is called again; None
-        forgets them."""
+        """Never drop the tokens that are True in `mask` [B, N], until the next call; None removes
+        the mask."""
         if mask is not None and not hasattr(self.method, "selector"):
             raise ValueError(f"method={self.method.name} chooses no tokens, so it can keep none.")
         self.kept = mask
 
     @contextmanager
     def dense(self) -> Iterator[nn.Module]:
-        """Run all blocks on all tokens within the context; networks in eval() do so anyway."""
+        """Run all blocks on all tokens within the context; networks in eval() always do so."""
         was, self.on = self.on, False
         try:
             yield self.network
@@ -91,15 +91,15 @@ class Routes:
             self.on = was
 
     def bypassed(self) -> Tensor:
-        """Return bool [B, N], the tokens that bypassed some blocks in the last pass, as a loss that
-        leaves them out needs them."""
+        """Return bool [B, N], the tokens that bypassed some blocks in the last pass, for losses
+        that ignore them."""
         if self.stack is None:
             raise RuntimeError("no pass was routed yet.")
         selects = [each for each in self.drawn if hasattr(each, "ids")]
         return bypassed_tokens(selects, self.batch, self.stack.num_tokens, self.device)
 
     def describe(self) -> str:
-        """Return what is routed and what is proven, in a few lines."""
+        """Return a few lines about what is routed and which blocks have been checked."""
         blocks = zip(self.lists, self.edges[1:], self.edges, strict=False)
         words = [f"{name} {start} … {end - 1}" for name, end, start in blocks]
         lines = [f"{self.title}: {', '.join(words)}"]
@@ -115,13 +115,13 @@ class Routes:
         return "\n".join(lines)
 
     def disable(self) -> None:
-        """Leave the network as it was before `enable_routing`."""
+        """Restore the network to its state before `enable_routing`."""
         for hook in self.hooks:
             hook.remove()
         self.network.__dict__.pop(SLOT, None)
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a resumed run needs to draw as an unbroken one."""
+        """Return the state that a resumed run needs to make the same choices as an unbroken one."""
         return {"count": self.count, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -131,7 +131,7 @@ class Routes:
     # A pass of the network ------------------------------------------------------------------------
 
     def _begin(self, network: nn.Module, args: Any, kwargs: Any) -> None:
-        self.frames.append((None, {}))  # `_end` runs also where this raises
+        self.frames.append((None, {}))  # `_end` also runs if this raises
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "a routed network cannot be compiled as a whole, for each pass draws its tokens: "
@@ -143,7 +143,7 @@ class Routes:
         self.frames[-1] = frame, saved
 
     def _open(self, network: nn.Module, args: Any, kwargs: Any) -> tuple[Frame, dict[str, Any]]:
-        """Return the frame of a new pass, and what its lists of blocks stand for."""
+        """Return the frame of a new pass, and the lists of blocks that it replaces."""
         saved: dict[str, Any] = {}
         names = list(inspect.signature(type(network).forward).parameters)[1:]
         frame = Frame(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
@@ -165,7 +165,7 @@ class Routes:
             if value is None:
                 del owner.__dict__[name]
             else:
-                owner.__dict__[name] = value  # of the pass around this one
+                owner.__dict__[name] = value  # from the enclosing pass
         if frame is not None:
             frame.close()
             if output is not None:  # it is None when forward raised
@@ -206,11 +206,11 @@ class Routes:
         return self.edges[-1]
 
     def list_of(self, index: int) -> int:
-        """Return the number of the list of a block."""
+        """Return the index of the list that a block is in."""
         return sum(edge <= index for edge in self.edges[1:])
 
     def kind(self, index: int, block: nn.Module) -> str:
-        """Return the class and the list of a block: lists may wrap unlike blocks in one class."""
+        """Return a block's class and list as text: lists may wrap unlike blocks in one class."""
         title = type(getattr(block, "_orig_mod", block)).__name__
         return f"{title} of {self.lists[self.list_of(index)]}"
 
@@ -262,7 +262,7 @@ class Routes:
         return Stack(self.num_blocks, grid, (width,), {}, (2, -2), "random", keep)
 
     def check_crossing(self, crossing: Crossing) -> None:
-        """Raise `ValueError` if a crossing runs from one list into another that forbids it."""
+        """Raise `ValueError` if a crossing runs from one list into another and must not."""
         inner = [edge for edge in self.edges[1:-1] if crossing.start < edge < crossing.end]
         if inner and not self.family.crosses:
             raise ValueError(
@@ -271,7 +271,7 @@ class Routes:
             )
 
     def extra(self, arguments: Arguments, x: Tensor) -> int:
-        """Return T, of a sequence [B, N + T, D] at the first block."""
+        """Return T, the number of other tokens in a sequence [B, N + T, D] at the first block."""
         if self.family.watch:
             raise RuntimeError(f"{self.title} has no {self.family.watch[0]}, which shows N.")
         return 0 if self.family.extra is None else self.family.extra(arguments, x)
@@ -290,18 +290,18 @@ def enable_routing(
 ) -> Routes:
     """Return the handle of a network whose tokens bypass some of its blocks in training.
 
-    Nothing of the network changes but what its lists of blocks hold while it runs in train() with
-    gradients. Each class of blocks is examined once, and refused if it cannot be routed.
+    Only the contents of the network's lists of blocks change, while it runs in train() mode with
+    gradients. Each class of blocks is tested once, and refused if it cannot be routed.
 
     Args:
         network: a transformer of diffusers, or any whose blocks are called from lists; wrapped by
             DistributedDataParallel, `torch.compile` or peft or not.
         method: registered routing method that owns no weights; `options` are its fields.
-        seed: of what is drawn.
-        extra: number of tokens beside the image's in the sequence of the first block, before
-            them; a class that is not in docs/comparison/diffusers_classes.md needs it. It may be a
-            function of the network's arguments by name and of the sequence [B, N + T, D].
-        blocks: paths of the lists of blocks, in the order of their use.
+        seed: seed of the random choices.
+        extra: number of other tokens before the image's in the sequence of the first block, needed
+            for classes not in docs/comparison/diffusers_classes.md. It may be a function of the
+            network's arguments by name and the sequence [B, N + T, D].
+        blocks: paths of the lists of blocks, in order of use.
         tokens: name of the block's argument that has the tokens; by default the first.
         grid: (h, w) of the image tokens in raster order, for selectors that use it.
 
