@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tread_zoo.runs.hub import load_pretrained, push_to_hub, save_pretrained
     from tread_zoo.training.loop import train
 
-# A waiting thread of torch's OpenMP (libgomp) spins for a millisecond; beside other processes for a
-# whole turn of the scheduler. Torch reads this at its import.
+# A waiting thread of torch's OpenMP (libgomp) spins for a millisecond or, beside other processes,
+# for a whole time slice. Torch reads this setting when it is imported.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "1000"
 

@@ -13,7 +13,7 @@ from tread_zoo.cli import CONFIGS, SCRIPTS
 from tread_zoo.errors import unknown_name
 from tread_zoo.version import __version__
 
-COMMANDS = {  # and their scripts, as they are listed
+COMMANDS = {  # command -> script, in the order of the help
     "train": "train",
     "resume": "resume",
     "sample": "sample",
@@ -29,7 +29,7 @@ COMMANDS = {  # and their scripts, as they are listed
     "make-reference": "make_reference",
     "convert-latents": "convert_latents",
 }
-# hydra completes the words after a command; its own bash function knows programs without commands.
+# hydra completes the words after a command; its own bash function supports no commands.
 COMPLETION = """
 _tread_zoo() {
   local word="${COMP_WORDS[COMP_CWORD]}" choices="COMMANDS"
@@ -44,7 +44,7 @@ complete -o nospace -o default -F _tread_zoo tread-zoo
 
 
 def main() -> None:
-    """Run the script that the first word names, with the others as its own."""
+    """Run the script named first; the other words are its arguments."""
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(overview())
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def overview() -> str:
-    """Return what each command does, and where the presets lie."""
+    """Return a text that says what each command does and where the presets are."""
     lines = ["tread-zoo COMMAND [field=value ...]; tread-zoo COMMAND --help says more.", ""]
     for name, script in COMMANDS.items():
         module = ast.parse((SCRIPTS / f"{script}.py").read_text(encoding="utf-8"))

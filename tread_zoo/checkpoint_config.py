@@ -1,5 +1,5 @@
-"""Settings of the commands on trained networks, apart from what they run: `--help` and errors in
-settings do not wait for torch.
+"""Settings of the commands on trained networks. They do not import the commands, so `--help` and
+errors in settings do not wait for torch.
 """
 
 from dataclasses import field
@@ -19,7 +19,7 @@ class CheckpointConfig:
         plugins: modules that register parts; those of the checkpoint must be loaded.
         checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
         out: where the result goes; null: to the run's folder, see each script.
-        weights: ema; model; or ema:0.05, the average of that relative width, of a run with
+        weights: ema; model; or ema:0.05, an average of that relative width, for runs with
             `training.ema_snapshots_every` (docs/evaluation.md).
         device, kernels: as of `RunConfig`.
         precision: as of `TrainingConfig`.

@@ -1,4 +1,4 @@
-"""Backbones by name, and by what a file says of one.
+"""Backbones from registered names, and from their descriptions in files.
 
 backbone = create_backbone("mamba_tiny", input_size=32, in_channels=3, num_classes=10)
 build_backbone(describe_backbone(backbone))         # its architecture, anew
@@ -30,12 +30,12 @@ def create_backbone(
         input_size: height and width of its input, one integer or two.
         in_channels: channels of its input.
         num_classes: number of labels; 0 makes it unconditional.
-        context_length, context_size: of contexts, see `Backbone.add_contexts`; 0 and 0 without.
-        options: any other keyword of its constructor, in place of the preset's value.
+        context_length, context_size: T and S of contexts, see `Backbone.add_contexts`; else 0.
+        options: any other keyword of its constructor, which replaces the preset's value.
 
     Raises:
-        ValueError: an unknown name or keyword (the nearest is suggested), contexts for one that
-            takes none or beside classes, or a value that it refuses.
+        ValueError: a name or keyword is unknown (the nearest is suggested), a value is wrong, or
+            contexts are given to a backbone that takes none or that has classes.
     """
     entry = get_entry("backbone", name)
     sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
@@ -64,8 +64,8 @@ def add_routing(backbone: Backbone, method: Method) -> None:
 
 
 def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `build_backbone` takes: `name`, `config`, and `routing` if a method added weights
-    to it."""
+    """Return a description for `build_backbone`: `name`, `config`, and `routing` if a method added
+    weights to the backbone."""
     described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
     return described | ({"routing": backbone.routing_config} if backbone.routing_config else {})
 

@@ -9,14 +9,14 @@ import torch
 from tread_zoo.errors import unknown_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
-TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)  # of glibc's mallopt, and bytes
+TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)  # (option, bytes) for glibc's mallopt
 
 
 def resolve_device(device: str) -> torch.device:
     """Return the device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
 
     Raises:
-        ValueError: an unknown device, or one that this machine lacks.
+        ValueError: the device is unknown, or this machine does not have it.
     """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     present, kind = {"cuda": cuda, "mps": mps, "cpu": True}, device.partition(":")[0]
@@ -32,8 +32,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Return `fp32`, `bf16` or `fp16`, in which autocast computes; `auto` is bf16 if the hardware
-    has it. Weights are always float32.
+    """Return the precision of autocast: `fp32`, `bf16` or `fp16`. `auto` is bf16 if the hardware
+    supports it. Weights are always float32.
 
     Raises:
         ValueError: fp16 without a GPU.
@@ -57,9 +57,9 @@ def set_float32_products(device: torch.device, precision: str) -> None:
 def keep_freed_memory(device: torch.device) -> None:
     """Let a process that computes on the CPU keep what it frees, as torch does on a GPU.
 
-    glibc hands large blocks back to the system, and each step asks for them again page by page:
-    7,000 page faults a step of `mamba_tiny`. Blocks above 32 MiB, the most that every glibc takes
-    as its threshold, still go back. Without glibc nothing changes.
+    glibc returns large blocks to the system, and each step asks for them again page by page: 7,000
+    page faults per step of `mamba_tiny`. Blocks above 32 MiB, the largest threshold that all glibc
+    versions accept, are still returned. Without glibc nothing changes.
     """
     if device.type != "cpu" or sys.platform != "linux":
         return
@@ -76,7 +76,7 @@ def _cpu_computes_bf16() -> bool:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """Return the context in which a network computes in a resolved precision."""
+    """Return the autocast context for a resolved precision."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])

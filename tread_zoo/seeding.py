@@ -1,8 +1,8 @@
 """Random numbers as a function of named integers.
 
-What image i of step k draws depends on (seed, k, i) alone, so nothing about generators has to be
-saved: a resumed run draws what the unbroken one would have drawn, and a rank draws for its own
-images, the same as any other number of ranks would.
+The random numbers of image i in step k depend only on (seed, k, i), so no generator state has to be
+saved. A resumed run gets the numbers of an unbroken one, and images get the same numbers on any
+number of ranks.
 
 B batch.
 """
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# SplitMix64 (Steele, Lea and Flood 2014): its counter's increment, and the factors of its mixing,
-# as signed integers, for torch has no unsigned ones that multiply.
+# SplitMix64 (Steele, Lea and Flood 2014): increment of its counter and factors of its mixing, as
+# signed integers, because torch cannot multiply unsigned ones.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
-_AHEAD = 16  # numbers of a key that are made with it
+_AHEAD = 16  # first numbers of a key, made together with it
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def make_generator(purpose: str, *key: int) -> torch.Generator:
-    """Return a CPU generator that depends on `purpose` and the integers in `key` alone.
+    """Return a CPU generator that depends only on `purpose` and the integers in `key`.
 
     >>> a, b = make_generator("train", 0, 41), make_generator("train", 0, 41)
     >>> a.initial_seed() == b.initial_seed()
@@ -33,15 +33,15 @@ def make_generator(purpose: str, *key: int) -> torch.Generator:
 
 
 class ImageGenerator:
-    """Random numbers of a batch, on the device of the keys; those of an image depend on its key.
+    """Random numbers for a batch, on the device of the keys. An image's numbers depend on its key.
 
-    Like a `torch.Generator`, each call gives other numbers. The bits are the same on every device;
-    normal numbers may round otherwise.
+    Like a `torch.Generator`, each call returns new numbers. The bits are the same on every device;
+    normal numbers may be rounded differently.
 
     Args:
         keys: int64 [B], one per image.
-        batch_key: for what the images of a batch share.
-        ahead: the first bits of each key, int64 [B, any], if they are made already.
+        batch_key: key for numbers that all images share.
+        ahead: the first bits of each key, int64 [B, any], if they are computed already.
     """
 
     def __init__(self, keys: Tensor, batch_key: int = 0, ahead: Tensor | None = None) -> None:
@@ -50,12 +50,12 @@ class ImageGenerator:
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers are made."""
+        """The device of the numbers."""
         return self.keys.device
 
     @functools.cached_property
     def of_batch(self) -> "ImageGenerator":
-        """A generator of one row that does not depend on the images: the same on every rank."""
+        """A generator with batch size 1 that does not depend on the images: equal on all ranks."""
         return ImageGenerator(self.keys.new_full((1,), self.batch_key))
 
     def rand(self, *shape: int) -> Tensor:
@@ -90,8 +90,8 @@ Generator = torch.Generator | ImageGenerator
 def make_image_generator(
     purpose: str, *key: int, images: Sequence[int], device: torch.device | str = "cpu"
 ) -> ImageGenerator:
-    """Return the generator of the numbered `images`, the row of each a function of `purpose`, the
-    integers in `key`, and its number."""
+    """Return a generator for numbered `images`. An image's numbers depend only on `purpose`, the
+    integers in `key`, and the image's number."""
     root = _digest(purpose, *key) - 2**63
     return ImageGenerator(_mix(_counters(images, device) + root), root)
 
@@ -102,8 +102,8 @@ def make_image_generators(
     images: Sequence[int],
     device: torch.device | str = "cpu",
 ) -> dict[str, ImageGenerator]:
-    """Return the same generators as `make_image_generator`, by purpose. Their keys and their first
-    numbers are made together, because on a GPU a launch costs more than so few numbers."""
+    """Return the generators of `make_image_generator` by purpose. Their keys and first numbers are
+    computed together, because on a GPU a launch costs more than so few numbers."""
     roots = [_digest(purpose, *key) - 2**63 for purpose in purposes]
     counters = _counters(images, device)
     keys = _mix(torch.cat([counters + root for root in roots]))
@@ -115,7 +115,7 @@ def make_image_generators(
 
 
 def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
-    """Return the generator itself, or one of `batch` images whose keys a torch generator draws."""
+    """Return an `ImageGenerator` itself, or one for `batch` images, keyed by a torch generator."""
     if isinstance(generator, ImageGenerator):
         return generator
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
