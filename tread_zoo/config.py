@@ -241,7 +241,7 @@ class RunConfig:
         run_dir: the run's folder; auto is runs/ and a name made of data, backbone, routing,
             objective, alignment, settings that are not defaults, and the seed.
         init_from: a checkpoint, a run's folder or a name on the hub: a new run starts from its
-            weights, and takes backbone options that are not set from it.
+            weights, and backbone options left at their defaults come from it.
         resume: null starts a new run; latest continues from the newest checkpoint in `run_dir`;
             auto does so if there is one, and else starts a new run; or the folder of a run or
             checkpoint. Settings that are not given come from that run.

@@ -114,7 +114,7 @@ def run_cells(
     Args:
         cells: the grid.
         jobs: processes at a time.
-        devices: values for CUDA_VISIBLE_DEVICES, which cells that run together share out.
+        devices: values for CUDA_VISIBLE_DEVICES; cells that run together cycle through them.
         stream: receives a line with the scores of each cell; None: standard output. A terminal
             also gets a progress bar with the last line of a cell's log.
     """

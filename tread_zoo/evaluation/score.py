@@ -142,7 +142,7 @@ class Evaluation:
         )  # fmt: skip
 
     def _compared(self, extractor: Extractor) -> list[Metric]:
-        """Return the metrics that need the reference's images, because statistics do not do."""
+        """Return the metrics that need the reference's images, not only stored statistics."""
         stored = self.reference.statistics_of(extractor)
         return [
             metric

@@ -28,7 +28,7 @@ METRICS = "metrics.jsonl"
 @register("tracker", "local")
 @dataclass
 class Tracker:
-    """The interface of a tracker, and the tracker `local`, which does nothing."""
+    """The tracker `local`, which does nothing, and the interface of other trackers."""
 
     def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
         """Start at step 0, or at the step of a resume; called first."""
