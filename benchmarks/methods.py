@@ -2,6 +2,7 @@
 
 python benchmarks/methods.py alignment=repa routing=maskdit 'objective=edm sampler=heun'
 python benchmarks/methods.py --base 'backbone=rwkv routing=none' routing=tread routing=random_ltd
+python benchmarks/methods.py --base backbone=kda_tiny kernels.kda=torch
 
 Each argument is a set of overrides of scripts/train.py, on top of those of --base. A step is all
 that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and the
@@ -16,6 +17,7 @@ from turns import report, take_turns
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import make_config
 from tread_zoo.evaluation.flops import mean_flops
+from tread_zoo.kernels import set_forms
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 from tread_zoo.training.loop import optimize, step_flops
 from tread_zoo.training.meters import Window
@@ -48,6 +50,7 @@ def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
     batches, window = setup.batches(), Window(state)
 
     def step() -> None:
+        set_forms(config.kernels)
         skipped = optimize(state, batches, window)
         state.step += 1
         for average in state.averages.values():

@@ -33,7 +33,6 @@ from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
 from tread_zoo.runtime import describe_device, resolve_device
 
 LARGEST = 2**30  # bytes that a naive form may keep of all pairs of tokens
-HEAD = 64  # channels
 TITLES = (
     "op", "form", "tokens", "threads", "forward ms", "both ms", "x naive", "saved MiB", "peak MiB",
     "error", "gradient error",
@@ -71,6 +70,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--threads", nargs="+", type=int, help="of the CPU; torch's own by default")
     parser.add_argument("--rounds", type=int, default=5)
@@ -80,9 +80,9 @@ def parse() -> argparse.Namespace:
 
 def make_case(op: str, length: int, rate: float, batch: int, args: argparse.Namespace) -> list[Any]:
     """Return the arguments of a call; without a route these have no segments, positions or gaps."""
-    tokens, heads = length - int(length * rate), max(1, args.width // HEAD)
+    tokens, heads = length - int(length * rate), max(1, args.width // args.head_size)
     dtype = getattr(torch, args.dtype)
-    case = get_example(op, args.device, dtype, (batch, tokens, heads, HEAD))
+    case = get_example(op, args.device, dtype, (batch, tokens, heads, args.head_size))
     return case if rate else [x if is_float(x) or isinstance(x, int) else None for x in case]
 
 
