@@ -52,20 +52,33 @@ def test_the_method_of_the_guide_trains_and_is_tested(tmp_path):
     assert "12 passed" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["comparison/equal_cost", "board"])
-def test_tables_are_those_of_their_records(page):
-    folder = ROOT / "docs" / page
-    names = runpy.run_path(str(folder / "page.py"))
-    for file in names["PAGES"]:
-        text = file.read_text()
-        assert names["filled"](text) == text, file
+TABLES = ROOT / "docs/comparison"
+RECORDS = sorted(file.parent.name for file in (ROOT / "docs").glob("**/page.py"))
 
 
-def test_an_entry_of_the_board_keeps_its_rules(tmp_path):
-    names = runpy.run_path(str(ROOT / "docs/board/page.py"))
+@pytest.fixture
+def load(monkeypatch):
+    """Return a function that returns the names of a record's page.py."""
+    monkeypatch.syspath_prepend(TABLES)
+    files = runpy.run_path(str(TABLES / "tables.py"))["RECORDS"]
+    return lambda record: runpy.run_path(str(files[record]))
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_tables_are_those_of_their_records(load, record):
+    names = load(record)
+    pages = runpy.run_path(str(TABLES / "tables.py"))["pages"](names)
+    texts = {file: file.read_text() for file in pages}
+    assert pages == texts
+    missing = [n for n, t in names["tables"]().items() if t not in "".join(texts.values())]
+    assert missing == []
+
+
+def test_an_entry_of_the_board_keeps_its_rules(load, tmp_path):
+    names = load("board")
     runs = tmp_path / "runs.csv"
     runs.write_bytes(names["RUNS"].read_bytes())
-    add, table = names["add"], names["table"]
+    add, tables = names["add"], names["tables"]
     add.__globals__["RUNS"] = runs
     result = {"seed": range(5), "fid": [1.0, 1.1, 0.9, 1.05, 0.95], "kid": 0.1, "machine": "a CPU",
               "flops": 27.3e12, "flops_per_sample": 2e9}  # fmt: skip
@@ -76,9 +89,9 @@ def test_an_entry_of_the_board_keeps_its_rules(tmp_path):
     pd.DataFrame(result).to_csv(tmp_path / "results.csv")
     for _ in range(2):  # the second replaces the first
         add(tmp_path / "results.csv", "mine", "optimizer=muon")
-    first = table().splitlines()[2]
+    first = tables()["board"].splitlines()[2]
     assert first.startswith("| mine | 1.00 ± 0.10 | 0.100 | 5 | 2 | optimizer=muon |")
-    assert table().count("| mine |") == 1
+    assert tables()["board"].count("| mine |") == 1
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -113,18 +126,9 @@ def test_a_page_links_to_what_there_is_and_its_tables_are_whole(page):
         assert [word for word in GONE if word in text] == []
 
 
-PAYS = ROOT / "docs/comparison/where_routing_pays"
-
-
 @pytest.fixture
-def page(monkeypatch):
-    monkeypatch.syspath_prepend(PAYS)
-    return runpy.run_path(str(PAYS / "page.py"))
-
-
-def test_the_tables_of_where_routing_pays_are_those_of_its_records(page):
-    text = (PAYS / "README.md").read_text()
-    assert page["filled"](text) == text
+def page(load):
+    return load("where_routing_pays")
 
 
 def record(fid, *, seed=1, features="features", sampling=None, **protocol):
@@ -159,7 +163,7 @@ def planted_study(folder):
         facts = {"images_per_step": 128, "flops_routed": 1e6 * depth}
         (run / "config.json").write_text(json.dumps(config))
         (run / "facts.json").write_text(json.dumps(facts))
-        (run / "scores.jsonl").write_text(json.dumps(record(fid + noise[0])) + "\n")
+        (run / "score.json").write_text(json.dumps(record(fid + noise[0])))
         for number, each in enumerate(records):
             (run / f"score_00002000_{number:06x}.json").write_text(json.dumps(each))
 
@@ -171,8 +175,7 @@ PLANTED = (("dense", "none", 12), ("routed", "tread", 12), ("six", "none", 6), (
 def study(page, tmp_path):
     planted_study(tmp_path)
     scores, real = page["collect_seeds"](tmp_path)
-    scores.to_csv(tmp_path / "seeds.csv", index=False)  # as the page reads it
-    return pd.read_csv(tmp_path / "seeds.csv"), real
+    return pd.DataFrame(scores), pd.DataFrame(real)
 
 
 def cells(line):
@@ -209,7 +212,8 @@ def test_a_planted_front_is_found(page, study, tmp_path):
     assert float(routed) > float(dense)
     assert more.endswith("behind")
     assert float(more.strip("*").split()[0]) == pytest.approx(-0.2, abs=0.03)
-    page["draw_fronts"](page["fronts_of"](study[0]), tmp_path / "fronts.png")
+    panels = page["draw_plane"], page["draw_distances"]
+    page["draw_panels"](tmp_path / "fronts.png", page["fronts_of"](study[0]), *panels)
     assert (tmp_path / "fronts.png").stat().st_size > 10_000
 
 
@@ -232,13 +236,6 @@ def test_an_answer_is_by_trainings_not_by_draws(page):
     several = pd.MultiIndex.from_product([[0, 1, 2], [1, 2]])
     apart = pd.Series([-1, -1.01, -1.02, -1, -1.01, -1.0], several)
     assert "ahead** (n = 3)" in page["answer"](apart, 0 * apart)
-
-
-@pytest.mark.parametrize("script", ["parts/page.py", "digits/evidence.py"])
-def test_the_tables_of_a_page_are_those_of_its_records(script):
-    file = ROOT / "docs/comparison" / script
-    text = file.with_name("README.md").read_text()
-    assert runpy.run_path(str(file))["filled"](text) == text
 
 
 @pytest.mark.parametrize("name", ["route_train_look", "compare_and_read"])

@@ -1,29 +1,26 @@
-"""Fill in the table of docs/board.md from runs.csv, a row a run.
+"""The table of docs/board.md, a row of runs.csv a run.
 
-python docs/board/page.py                                                # from the records
-python docs/board/page.py entry/results.csv 'muon' 'optimizer=muon'      # add a comparison first
+python docs/comparison/tables.py board entry/results.csv 'muon' 'optimizer=muon'   # adds an entry
 
 Arguments: the `results.csv` of a comparison by `compare.study=board`, the name of the entry, and
 what it changed. Its commit is the one that is checked out.
 """
 
-import re
 import subprocess
-import sys
 from datetime import date
 from pathlib import Path
 
 import pandas as pd
+from tables import markdown
 
 from tread_zoo.comparison.intervals import interval
 
 HERE = Path(__file__).parent
-RUNS, PAGE = HERE / "runs.csv", HERE.parent / "board.md"
-PAGES = (PAGE,)
+RUNS, PAGES = HERE / "runs.csv", (HERE.parent / "board.md",)
 BUDGET, SAMPLE, SEEDS = 27.3e12, 4.5e9, 5  # FLOPs of training, FLOPs of a sample, fewest seeds
 
 
-def add(results: Path, name: str, change: str) -> None:
+def add(results: str, name: str, change: str) -> None:
     """Add the runs of a comparison. Raises ValueError if they do not keep the rules."""
     runs = pd.read_csv(results)
     for column, most in (("flops", 1.01 * BUDGET), ("flops_per_sample", SAMPLE)):
@@ -39,30 +36,15 @@ def add(results: Path, name: str, change: str) -> None:
     both.to_csv(RUNS, index=False)
 
 
-def table() -> str:
-    """Return the Markdown table: an entry a line, the lowest mean first."""
-    lines = []
-    for name, rows in pd.read_csv(RUNS).groupby("name"):
-        by_seed = rows.groupby("seed")[["fid", "kid"]].mean()
-        of, first = interval(by_seed.fid.tolist()), rows.iloc[0]
-        price = rows.flops_per_sample.max() / 1e9
-        cells = [name, f"{of.mean:.2f} ± {of.half:.2f}", f"{by_seed.kid.mean():.3f}", len(by_seed)]
+def tables() -> dict[str, str]:
+    """Return the table: an entry a line, the lowest mean first."""
+    head = "| entry | Fréchet distance | kernel distance | seeds | GFLOPs a sample "
+    rows = []
+    for name, runs in pd.read_csv(RUNS).groupby("name"):
+        by_seed, first = runs.groupby("seed")[["fid", "kid"]].mean(), runs.iloc[0]
+        of, price = interval(by_seed.fid.tolist()), runs.flops_per_sample.max() / 1e9
+        cells = [name, of.plus_minus(2, signed=False), f"{by_seed.kid.mean():.3f}", len(by_seed)]
         cells += [f"{price:.2g}", first.change, first.date, f"`{first.code}`"]
-        lines.append((of.mean, "| " + " | ".join(map(str, cells)) + " |"))
-    titles = ["entry", "Fréchet distance", "kernel distance", "seeds", "GFLOPs a sample"]
-    head = "| " + " | ".join([*titles, "what it changed", "date", "commit"]) + " |"
-    return "\n".join([head, "|---" * 8 + "|", *(line for _, line in sorted(lines))])
-
-
-def filled(text: str) -> str:
-    """Return the page with its table made from the records."""
-    return re.sub(
-        r"(<!-- board -->\n)(?:.*?\n)?(<!-- end -->)",
-        lambda m: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL,
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        add(Path(sys.argv[1]), *sys.argv[2:])
-    PAGE.write_text(filled(PAGE.read_text()))
+        rows.append((of.mean, cells))
+    ordered = (cells for _, cells in sorted(rows))
+    return {"board": markdown(f"{head}| what it changed | date | commit |", ordered)}

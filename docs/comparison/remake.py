@@ -1,9 +1,11 @@
-"""Write committed comparisons again, in today's form, from their records.
+"""Write the report of committed comparisons again, in today's form, from their `results.csv`.
 
 python docs/comparison/remake.py docs/comparison/digits …
+python docs/comparison/remake.py docs/comparison/methods_matrix title='Routing methods by backbone'
 
-Of each folder `results.csv` is read, of its report the title and the command, and of its page the
-pictures of samples. No curves were kept of these runs, so they compare at equal steps alone.
+`report.md`, `quality.png` and, if the folder has an .html file or is new, the page are written.
+If none is given, title and command are those of the report that is there; pictures of samples are
+those of the page. No curves were kept of these runs, so they compare at equal steps alone.
 """
 
 import base64
@@ -20,13 +22,15 @@ from tread_zoo.comparison.report import write_report
 from tread_zoo.comparison.results import read_table
 
 RECORDS = {"folder", "seed", "ended", "steps", "images", "flops_per_step", "machine", "loss"}
+RECORDS |= {*COSTS, "peak_memory_bytes", "num_classes"}
 CURVES = ["folder", "source", "metric", "step", "flops", "seconds", "value"]
+PICTURE = r'<img (?:id="[^"]*" )?alt="([^"]*)" src="data:image/png;base64,([^"]*)"'
 
 
 def read_records(folder: Path) -> pd.DataFrame:
     """Return the runs of `results.csv` as `read_runs` gives them, without protocol and pictures."""
     runs = read_table(folder / "results.csv")
-    others = [name for name in runs if name not in RECORDS | {*COSTS, "peak_memory_bytes"}]
+    others = [n for n in runs if n not in RECORDS and not n.startswith("contribution_")]
     first_score = next(i for i, name in enumerate(others) if name in ("held_out_loss", "fid"))
     scores = [name for name in others if f"real_{name}" in others] or others[first_score:]
     scores += ["held_out_loss"] * ("held_out_loss" not in scores)
@@ -35,16 +39,14 @@ def read_records(folder: Path) -> pd.DataFrame:
     return runs.assign(num_classes=10, protocol=[{}] * len(runs), samples=None)
 
 
-def main(folder: Path) -> None:
-    runs, report = read_records(folder), (folder / "report.md").read_text()
-    [page] = [*folder.glob("*.html")] or [None]
+def main(folder: Path, title: str, command: str) -> None:
+    runs, report = read_records(folder), folder / "report.md"
+    text = report.read_text() if report.exists() else f"# {folder.name}"
+    page = next(folder.glob("*.html"), None if report.exists() else folder / "page.html")
+    before = re.findall(PICTURE, page.read_text() if page and page.exists() else "")
+    pictures = {label: base64.b64decode(image) for label, image in before}
     with TemporaryDirectory() as name:
         scratch = Path(name)
-        images = re.findall(
-            r'<img (?:id="[^"]*" )?alt="([^"]*)" src="data:image/png;base64,([^"]*)"',
-            page.read_text() if page else "",
-        )
-        pictures = {label: base64.b64decode(image) for label, image in images}
         for number, setting in enumerate(group_settings(runs)):
             if setting.label in pictures:
                 path = scratch / str(number) / "samples.png"
@@ -52,21 +54,18 @@ def main(folder: Path) -> None:
                 path.write_bytes(pictures[setting.label])
                 path.with_name("real.png").write_bytes(pictures["real images"])
                 runs.loc[setting.runs.index, "samples"] = str(path)
-        out = scratch / "out"
-        command = re.search(r"```bash\n(.*?)\n```", report, re.DOTALL)
-        write_report(
-            runs,
-            pd.DataFrame(columns=CURVES),
-            out,
-            title=report.partition("\n")[0].removeprefix("# "),
-            command=command[1] if command else "",
-        )
-        for made, kept in (("report.md", "report.md"), ("quality.png", "quality.png")):
-            shutil.copy(out / made, folder / kept)
-        if page:
-            shutil.copy(out / "index.html", page)
+        [*known] = re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL) or [""]
+        title = title or text.partition("\n")[0].removeprefix("# ")
+        out, curves = scratch / "out", pd.DataFrame(columns=CURVES)
+        write_report(runs, curves, out, title=title, command=command or known[0])
+        for made, kept in (("report.md", report), ("quality.png", folder), ("index.html", page)):
+            if kept:
+                shutil.copy(out / made, kept)
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        main(Path(argument))
+    words = [word.partition("=") for word in sys.argv[1:]]
+    given = {name: value for name, is_option, value in words if is_option}
+    for name, is_option, _ in words:
+        if not is_option:
+            main(Path(name), given.get("title", ""), given.get("command", ""))

@@ -1,24 +1,21 @@
-"""Fill in the tables of this page from its .csv files, a row a scored run.
+"""The tables and the figure of networks at equal training FLOPs, from .csv files of a row a score.
 
-python docs/comparison/equal_cost/page.py               # from the records
-python docs/comparison/equal_cost/page.py RUNS STUDY    # add a folder of runs to STUDY.csv first
-
-A table stands between `<!-- study -->` and `<!-- end -->`.
+python docs/comparison/tables.py equal_cost RUNS STUDY    # adds a folder of runs to STUDY.csv
 """
 
 import json
 import math
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from tables import add_rows, markdown, processor, scores
 
 from tread_zoo.comparison.intervals import Interval, log_ratio
 
 HERE = Path(__file__).parent
+PAGES = (HERE / "README.md", HERE.parents[1] / "results.md", HERE.parents[2] / "README.md")
 BASE = "dense 12"
 PRICES = {"dense 9": 0.75, "dense 6": 0.5}  # of a sample, over that of 12 blocks
 ARMS = {
@@ -26,138 +23,161 @@ ARMS = {
     "routed 12": "routed, 12 blocks", "layer dropout 12": "layer dropout, 12 blocks",
 }  # fmt: skip
 STUDIES = {"digits": "digits, 16 tokens", "fashion_mnist": "Fashion-MNIST, 64 tokens"}
-PAGES = (HERE / "README.md", HERE.parents[1] / "results.md", HERE.parents[2] / "README.md")
 METRICS = ["fid", "kid", "precision", "recall", "label_accuracy"]
 
 
-def collect(folder: Path) -> pd.DataFrame:
-    """Return a row for each score of the finished runs in a folder."""
+def add(runs: str, study: str) -> None:
+    """Add a row for each score of a folder of runs to the records of a study."""
     rows = []
-    for run in sorted(path.parent for path in folder.glob("*/score.json")):
-        config = json.loads((run / "config.json").read_text())
-        with (run / "commands.jsonl").open() as stream:
-            start = json.loads(stream.readline())
-        for file in sorted(run.glob("score*.json")):
-            record = json.loads(file.read_text())
-            device = record.get("run", {}).get("device", "")
-            protocol, values = record["protocol"], record["values"]
-            rows.append({
-                "arm": arm_of(config), "seed": config["seed"],
-                "learning_rate": config["optimizer"]["learning_rate"],
-                "steps": protocol["step"], "draw": protocol["seed"],
-                "guidance": protocol["sampling"]["guidance_scale"],
-                **{metric: values[metric] for metric in METRICS},
-                "held_out_loss": values.get("held_out_loss"),
-                "code": start["code"].split()[-1][:7],
-                "machine": f"{machine()}, {device}".rstrip(", "),
-            })  # fmt: skip
-    return pd.DataFrame(rows)
+    for run, config, record in scores(runs, "score*.json"):
+        start = json.loads((run / "commands.jsonl").read_text().splitlines()[0])
+        protocol, values = record["protocol"], record["values"]
+        rows.append({
+            "arm": arm_of(config), "seed": config["seed"],
+            "learning_rate": config["optimizer"]["learning_rate"],
+            "steps": protocol["step"], "draw": protocol["seed"],
+            "guidance": protocol["sampling"]["guidance_scale"],
+            **{metric: values[metric] for metric in METRICS},
+            "held_out_loss": values.get("held_out_loss"),
+            "code": start["code"].split()[-1][:7],
+            "machine": f"{processor()}, {record.get('run', {}).get('device', '')}".rstrip(", "),
+        })  # fmt: skip
+    keys = ["arm", "seed", "learning_rate", "draw", "guidance"]
+    add_rows(rows, HERE / f"{study}.csv", keys)
 
 
 def arm_of(config: dict[str, Any]) -> str:
     """Return the arm that a run's settings make."""
-    routing, depth = config["routing"], config["backbone"]["depth"]
-    # Before it was a method: all tokens but two skip the range, in every second step.
-    is_dropout = routing["name"] == "layer_drop" or routing.get("selection_rate") == 0.98
-    name = "dense" if routing["name"] == "none" else "layer dropout" if is_dropout else "routed"
-    return f"{name} {depth}"
+    names = {"none": "dense", "layer_drop": "layer dropout"}
+    return f"{names.get(config['routing']['name'], 'routed')} {config['backbone']['depth']}"
 
 
-def machine() -> str:
-    """Return the name of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+def tables() -> dict[str, str]:
+    """Return all tables."""
+    own = {study: table(means_by_arm(study)) for study in STUDIES}
+    return {"answer": answer(), "rates": rates(pd.read_csv(HERE / "rates.csv")), **own}
 
 
-def table(rows: pd.DataFrame) -> str:
-    """Return a Markdown table: each arm's mean over seeds, and its distance over that of dense
-    networks of 12 blocks."""
-    by_arm = means_by_arm(rows)
-    lines = [
-        "| equal FLOPs of training | seeds | Fréchet distance | over that of 12 dense blocks "
-        "| kernel distance | label accuracy | price of a sample |",
-        "|---" * 7 + "|",
-    ]
-    for arm, means in sorted(by_arm.items(), key=lambda each: each[1].fid.mean()):
-        cells = [f"{math.exp(means.fid.map(math.log).mean()):.2f}"]
-        cells.append("1" if arm == BASE else in_percent(ratio(by_arm, arm)) + dissent(by_arm, arm))
-        cells += [f"{means.kid.mean():.3f}", f"{means.label_accuracy.mean():.3f}"]
-        lines.append(
-            f"| {arm} blocks | {len(means)} | {' | '.join(cells)} | {PRICES.get(arm, 1)} |"
-        )
-    return "\n".join(lines)
-
-
-def read(study: str) -> pd.DataFrame:
-    """Return the scores of a study."""
-    return pd.read_csv(HERE / f"{study}.csv")
-
-
-def means_by_arm(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def means_by_arm(study: str) -> dict[str, pd.DataFrame]:
     """Return each arm's unguided scores by seed, means over draws of samples."""
-    plain = rows[rows.guidance == 1]
+    plain = pd.read_csv(HERE / f"{study}.csv").query("guidance == 1")
     return {arm: of.groupby("seed")[METRICS].mean() for arm, of in plain.groupby("arm")}
 
 
+def table(by_arm: dict[str, pd.DataFrame]) -> str:
+    """Return the table of a study: each arm's mean over seeds, and its distance over that of dense
+    networks of 12 blocks."""
+    rows = []
+    for arm, means in sorted(by_arm.items(), key=lambda each: each[1].fid.mean()):
+        over = "1" if arm == BASE else in_brackets(ratio(by_arm, arm)) + dissent(by_arm, arm)
+        others = [f"{means[metric].mean():.3f}" for metric in ("kid", "label_accuracy")]
+        cells = [f"{arm} blocks", len(means), middle(means.fid), over, *others]
+        rows.append([*cells, PRICES.get(arm, 1)])
+    return markdown(
+        "| equal FLOPs of training | seeds | Fréchet distance | over that of 12 dense blocks "
+        "| kernel distance | label accuracy | price of a sample |",
+        rows,
+    )
+
+
 def answer() -> str:
-    """Return the Markdown table of all studies: each arm's distance, and what it is over that of 12
-    dense blocks."""
-    studies = {title: means_by_arm(read(study)) for study, title in STUDIES.items()}
-    lines = [
-        f"| equal FLOPs of training | {' | '.join(studies)} | price of a sample |",
-        "|---" * (2 + len(studies)) + "|",
-    ]
-    for arm in ARMS:
-        cells = []
-        for by_arm in studies.values():
-            if arm not in by_arm:
-                cells.append("")
-                continue
-            fid = by_arm[arm].fid
-            cell = f"{math.exp(fid.map(math.log).mean()):.2f}, n = {len(fid)}"
-            cells.append(
-                cell
-                if arm == BASE
-                else f"{cell}: {in_words(ratio(by_arm, arm))}{dissent(by_arm, arm)}"
-            )
-        lines.append(f"| {ARMS[arm]} | {' | '.join(cells)} | {PRICES.get(arm, 1)} |")
-    return "\n".join(lines)
+    """Return the table of all studies: each arm's distance, and what it is over that of 12 dense
+    blocks."""
+    studies = [means_by_arm(study) for study in STUDIES]
+
+    def cell(by_arm: dict[str, pd.DataFrame], arm: str) -> str:
+        if arm not in by_arm:
+            return ""
+        text = f"{middle(by_arm[arm].fid)}, n = {len(by_arm[arm])}"
+        over = in_words(ratio(by_arm, arm)) + dissent(by_arm, arm)
+        return text if arm == BASE else f"{text}: {over}"
+
+    return markdown(
+        f"| equal FLOPs of training | {' | '.join(STUDIES.values())} | price of a sample |",
+        (
+            [name, *(cell(of, arm) for of in studies), PRICES.get(arm, 1)]
+            for arm, name in ARMS.items()
+        ),
+    )
+
+
+def rates(scores: pd.DataFrame) -> str:
+    """Return the table of learning rates: each arm's scores, of one seed and two draws."""
+    rows = []
+    for (arm, rate), own in scores.groupby(["arm", "learning_rate"]):
+        plain, guided = (own[own.guidance == scale].mean(numeric_only=True) for scale in (1, 1.5))
+        cells = [f"{arm} blocks", f"{rate:g}", f"{plain.fid:.2f}", f"{plain.kid:.2f}"]
+        cells += [f"{plain.label_accuracy:.3f}", f"{plain.held_out_loss:.3f}", f"{guided.fid:.2f}"]
+        rows.append(cells)
+    return markdown(
+        "| equal FLOPs of training | learning rate | Fréchet distance | kernel distance "
+        "| label accuracy | held-out loss | Fréchet distance, guided by 1.5 |",
+        rows,
+    )
+
+
+def middle(values: pd.Series) -> str:
+    """Return the geometric mean."""
+    return f"{math.exp(values.map(math.log).mean()):.2f}"
+
+
+def ratio(by_arm: dict[str, pd.DataFrame], arm: str, metric: str = "fid") -> Interval:
+    """Return the logarithm of an arm's distance over that of 12 dense blocks: by seed for networks
+    of equal depth, whose initial weights are the same."""
+    return log_ratio(by_arm[arm][metric], by_arm[BASE][metric], paired=arm not in PRICES)
+
+
+def word(log: Interval) -> str:
+    """Return the verdict on a ratio: `level` if an interval around 1 excludes a difference of a
+    quarter, either way."""
+    words = {"ahead": "better", "behind": "worse"}
+    if (verdict := log.verdict("lower")) in words:
+        return words[verdict]
+    return "level" if max(-log.low, log.high) < math.log(1.25) else verdict
 
 
 def in_words(log: Interval) -> str:
     """Return a ratio's verdict, and how much of the other's distance that is."""
     if math.isinf(log.half):
         return "one seed"
-    verdict = log.verdict("lower")
-    low, high = (100 * (math.exp(end) - 1) for end in (log.low, log.high))
-    if verdict == "not settled":
-        return f"{_unsettled(log)} ({low:+.0f} to {high:+.0f} %)"
-    word = {"ahead": "better", "behind": "worse"}[verdict]
+    said = word(log)
+    middle, low, high = (100 * (math.exp(x) - 1) for x in (log.mean, log.low, log.high))
+    if said in ("level", "not settled"):
+        return f"{said} ({low:+.0f} to {high:+.0f} %)"
     near, far = sorted((abs(low), abs(high)))
-    return f"**{word}** by {100 * abs(math.exp(log.mean) - 1):.0f} % ({near:.0f} to {far:.0f})"
+    return f"**{said}** by {abs(middle):.0f} % ({near:.0f} to {far:.0f})"
 
 
-def _unsettled(log: Interval) -> str:
-    """Return `level` if an interval around 0 excludes a difference of a quarter, either way."""
-    return "level" if max(-log.low, log.high) < math.log(1.25) else "not settled"
+def in_brackets(log: Interval) -> str:
+    """Return a ratio and the ends of its interval: "1.02 (0.90 to 1.15)", and a verdict."""
+    middle, low, high = (f"{math.exp(x):.2f}" for x in (log.mean, log.low, log.high))
+    is_one = math.isinf(log.half)
+    return f"{middle}, one seed" if is_one else f"{middle} ({low} to {high}), {word(log)}"
 
 
-def draw(file: Path) -> None:
+def dissent(by_arm: dict[str, pd.DataFrame], arm: str) -> str:
+    """Return what the kernel distance says of an arm where it does not share the verdict."""
+    fid, kid = (ratio(by_arm, arm, metric) for metric in ("fid", "kid"))
+    if math.isinf(kid.half) or kid.verdict("lower") == fid.verdict("lower"):
+        return ""
+    return f"; by the kernel distance {word(kid)}"
+
+
+def draw() -> None:
     """Draw each arm's ratio to 12 dense blocks, with its interval, a colour for each study."""
     with plt.rc_context({"svg.hashsalt": "tread_zoo", "svg.fonttype": "none"}):
         figure, axis = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
         arms = [arm for arm in ARMS if arm != BASE][::-1]
         for shift, (study, title) in enumerate(STUDIES.items()):
-            by_arm = means_by_arm(read(study))
+            by_arm = means_by_arm(study)
             logs = {arm: ratio(by_arm, arm) for arm in arms if arm in by_arm}
             logs = {arm: log for arm, log in logs.items() if not math.isinf(log.half)}
-            if not logs:
-                continue
-            middles = [math.exp(log.mean) for log in logs.values()]
-            ends = [
-                [math.exp(log.mean) - math.exp(log.low) for log in logs.values()],
-                [math.exp(log.high) - math.exp(log.mean) for log in logs.values()],
-            ]
+            middles, lows, highs = (
+                [math.exp(getattr(log, end)) for log in logs.values()]
+                for end in ("mean", "low", "high")
+            )
+            ends = [[m - low for m, low in zip(middles, lows, strict=True)]]
+            ends += [[high - m for m, high in zip(middles, highs, strict=True)]]
             heights = [arms.index(arm) - 0.12 + 0.24 * (1 - shift) for arm in logs]
             axis.errorbar(middles, heights, xerr=ends, fmt="o", capsize=3, label=title)
         axis.axvline(1, color="grey", linewidth=1)
@@ -169,81 +189,5 @@ def draw(file: Path) -> None:
         axis.set_xlabel("distance over that of 12 dense blocks; left is better")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)
-        figure.savefig(file, metadata={"Date": None})
+        figure.savefig(HERE / "ratios.svg", metadata={"Date": None})
         plt.close(figure)
-
-
-def rates(rows: pd.DataFrame) -> str:
-    """Return a Markdown table: each arm's scores at each learning rate, of one seed and two draws
-    of samples."""
-    lines = [
-        "| equal FLOPs of training | learning rate | Fréchet distance | kernel distance "
-        "| label accuracy | held-out loss | Fréchet distance, guided by 1.5 |",
-        "|---" * 7 + "|",
-    ]
-    for (arm, rate), own in rows.groupby(["arm", "learning_rate"]):
-        plain, guided = (own[own.guidance == scale].mean(numeric_only=True) for scale in (1, 1.5))
-        cells = [f"{plain.fid:.2f}", f"{plain.kid:.2f}", f"{plain.label_accuracy:.3f}"]
-        cells += [f"{plain.held_out_loss:.3f}", f"{guided.fid:.2f}"]
-        lines.append(f"| {arm} blocks | {rate:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def ratio(
-    by_arm: dict[str, pd.DataFrame], arm: str, other: str = BASE, metric: str = "fid"
-) -> Interval:
-    """Return the logarithm of the ratio of two arms' distances: by seed for networks of equal
-    depth, whose initial weights are the same."""
-    paired = (arm in PRICES) == (other in PRICES)
-    return log_ratio(by_arm[arm][metric], by_arm[other][metric], paired=paired)
-
-
-def dissent(by_arm: dict[str, pd.DataFrame], arm: str) -> str:
-    """Return what the kernel distance says of an arm where it does not share the verdict."""
-    fid, kid = (ratio(by_arm, arm, metric=metric) for metric in ("fid", "kid"))
-    if math.isinf(kid.half) or kid.verdict("lower") == fid.verdict("lower"):
-        return ""
-    word = {"ahead": "better", "behind": "worse"}.get(kid.verdict("lower"), _unsettled(kid))
-    return f"; by the kernel distance {word}"
-
-
-def in_percent(log: Interval) -> str:
-    """Return a ratio and the ends of its interval: "1.02 (0.90 to 1.15)", and a verdict."""
-    if math.isinf(log.half):
-        return f"{math.exp(log.mean):.2f}, one seed"
-    low, high = math.exp(log.low), math.exp(log.high)
-    text = f"{math.exp(log.mean):.2f} ({low:.2f} to {high:.2f})"
-    words = {"ahead": "better", "behind": "worse", "not settled": _unsettled(log)}
-    word = words[log.verdict("lower")]
-    return f"{text}, {word}"
-
-
-def filled(text: str) -> str:
-    """Return a page with its tables made from the records."""
-    text = re.sub(
-        r"(<!-- answer -->\n)(?:.*?\n)?(<!-- end -->)",
-        lambda m: f"{m[1]}{answer()}\n{m[2]}", text, flags=re.DOTALL,
-    )  # fmt: skip
-    for file in HERE.glob("*.csv"):
-        pattern = rf"(<!-- {file.stem} -->\n)(?:.*?\n)?(<!-- end -->)"
-        if re.search(pattern, text, re.DOTALL):
-            make = rates if file.stem == "rates" else table
-            rows = make(pd.read_csv(file)) + "\n"
-            text = re.sub(pattern, lambda m, rows=rows: m[1] + rows + m[2], text, flags=re.DOTALL)
-    return text
-
-
-def main() -> None:
-    if len(sys.argv) == 3:
-        rows = pd.concat([read(sys.argv[2]), collect(Path(sys.argv[1]))])
-        rows = rows.drop_duplicates(
-            ["arm", "seed", "learning_rate", "draw", "guidance"], keep="last"
-        )
-        rows.to_csv(HERE / f"{sys.argv[2]}.csv", index=False)
-    draw(HERE / "ratios.svg")
-    for page in PAGES:
-        page.write_text(filled(page.read_text()))
-
-
-if __name__ == "__main__":
-    main()
