@@ -75,11 +75,7 @@ def write_model_folder(
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
-    records = [
-        json.loads(file.read_text(encoding="utf-8")) for file in sorted(run.glob("score*.json"))
-    ]
-    scored = {"step": checkpoint.step, "weights": weights}
-    records = [each for each in records if scored.items() <= each["protocol"].items()]
+    records = _records(run, step=checkpoint.step, weights=weights)
     name = repo or without_paths(str(out or run))
     data = metadata.get("data", {}).get("name", "unknown")
     source = checkpoint.meta["config"].get("data", {})
@@ -106,6 +102,13 @@ def write_model_folder(
     )  # fmt: skip
     write_text(folder / "README.md", f"{card}\n")
     return folder
+
+
+def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
+    """Return the scores of a run whose protocol has the entries `scored`."""
+    files = sorted(run.glob("score*.json"))
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [each for each in records if scored.items() <= each["protocol"].items()]
 
 
 def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tread_zoo.kernels import recurrence
+import tread_zoo.kernels.recurrence as recurrence
 from tread_zoo.kernels.chunks import power_of_two
 from tread_zoo.kernels.gated_delta_rule.torch_form import CHUNK
 from tread_zoo.kernels.operators import make_operator

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tread_zoo.kernels import recurrence
+import tread_zoo.kernels.recurrence as recurrence
 from tread_zoo.kernels.gated_linear_attention.torch_form import flops
 from tread_zoo.kernels.operators import make_operator
 
