@@ -33,13 +33,13 @@ def implicit_encodings(text):
 
 
 def _is_text(call):
-    """Return whether a call opens, reads or writes a text; `open` of Image, zip and os do not."""
+    """Return whether a call opens, reads or writes a text. Image, fsspec, zip and os open bytes."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if name in ("read_text", "write_text", "FileHandler"):
         return owner != ""  # our own functions of these names write UTF-8
-    if name == "open" and not (owner in ("Image", "lmdb", "os") or "ZipFile" in owner):
+    if name == "open" and not (owner in ("Image", "fsspec", "lmdb", "os") or "ZipFile" in owner):
         place = 0 if owner else 1
         mode = ast.unparse(call.args[place]) if len(call.args) > place else given.get("mode", "r")
         return "b" not in mode

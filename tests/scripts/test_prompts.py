@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from scripts.demo import draw
 from tests.data.text_encoders import save_t5
 from tests.scripts.test_command_line import call
 from tests.small_run import SMALL
 from tests.training.test_contexts import CAPTIONS, MOVES, pictures_of
+from tread_zoo.demo import draw
 from tread_zoo.runs.restore import restore
 
 pytestmark = pytest.mark.slow
