@@ -62,7 +62,7 @@ def measure(dataset, train, workers: int, args: argparse.Namespace) -> tuple[flo
     loader's speed over training's."""
     ahead = 2 * workers  # batches that are read while training runs, so not counted
     batches = StepBatches(
-        len(dataset),
+        dataset,
         args.batch_size,
         seed=0,
         num_steps=1 + (args.rounds + 2) * (ahead + args.num_batches),

@@ -78,7 +78,7 @@ def main(settings: dict[str, Any]) -> None:
     ).to(device)
     num_steps, rate = config.num_steps, config.learning_rate
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.05)
-    batches = StepBatches(len(data.train), config.batch_size, seed=config.seed, num_steps=num_steps)
+    batches = StepBatches(data.train, config.batch_size, seed=config.seed, num_steps=num_steps)
     for step, (images, labels) in enumerate(make_loader(data.train, batches)):
         optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / num_steps))
         _, logits = network(images.to(device))

@@ -68,8 +68,7 @@ def test_the_batches_of_two_ranks_are_those_of_one(tmp_path):
 
     def batches(batch_size, num_ranks, rank=0):
         return list(StepBatches(
-            len(data.train), batch_size, seed=1, num_steps=12, num_ranks=num_ranks, rank=rank,
-            order=data.train.epoch_order,
+            data.train, batch_size, seed=1, num_steps=12, num_ranks=num_ranks, rank=rank,
         ))  # fmt: skip
 
     halves = zip(batches(4, 2, 0), batches(4, 2, 1), strict=True)
@@ -79,7 +78,7 @@ def test_the_batches_of_two_ranks_are_those_of_one(tmp_path):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_oldest_parts_leave_the_disk(tmp_path, num_workers):
     data = open_bucket(write_bucket(tmp_path / "table", 12), tmp_path / "cache")
-    steps = StepBatches(len(data.train), 6, seed=0, num_steps=18, order=data.train.epoch_order)
+    steps = StepBatches(data.train, 6, seed=0, num_steps=18)
     seen = [
         v for x, _ in make_loader(data.train, steps, num_workers) for v in x[:, 0, 0, 0, 0].tolist()
     ]

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.processes import PRELOADED
 from tests.small_run import train_small
 from tests.training.test_resume import assert_same_end
 from tread_zoo.runs.checkpoint import find_checkpoint, has_checkpoints
+from tread_zoo.training.signals import Stopped
 from tread_zoo.training.trackers import read_metrics
 
 OPTIONS = (
@@ -78,3 +80,12 @@ def test_kills_change_nothing(tmp_path, overrides, rounds):
         for folder in (unbroken, tmp_path / "broken")
     ]
     assert steps[0] == steps[1]
+
+
+def test_a_run_in_a_thread_ends_when_its_time_is_over(tmp_path):
+    """Only the main thread may handle signals: one would end the whole process."""
+    given = ["training.num_steps=100000", "training.max_time_s=1", "lr_schedule=constant"]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Stopped) as stopped:
+        pool.submit(train_small, tmp_path / "run", *given).result()
+    assert stopped.value.code == 75
+    assert 0 < find_checkpoint(tmp_path / "run").step < 100000

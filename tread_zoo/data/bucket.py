@@ -13,6 +13,7 @@ one. The order depends on (seed, epoch) alone, whatever the number of processes.
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from tread_zoo.data.files import written_whole
+from tread_zoo.data.files import cache_folder, written_whole
 from tread_zoo.data.loader import Unavailable
 
 
@@ -32,7 +33,7 @@ class BucketTable:
 
     Args:
         url: folder of the table.
-        cache: local folder for downloaded parts; None is one under ~/.cache.
+        cache: local folder for downloaded parts; None is that of all downloads.
         num_cached: parts that stay there; half of them are mixed.
 
     Raises:
@@ -54,7 +55,8 @@ class BucketTable:
             )
         self.names, self.ends = list(lengths), np.cumsum([0, *lengths.values()])[1:]
         # Another table of the same address has other files.
-        self.cache = _cache_root(cache) / hashlib.sha256(url.encode() + content).hexdigest()[:16]
+        root = cache_folder() if cache is None else Path(cache).expanduser()
+        self.cache = root / hashlib.sha256(url.encode() + content).hexdigest()[:16]
         # Images are not compared, since each would bring its part.
         self.digest = hashlib.sha256(content).hexdigest()[:4]
         self._open: dict[int, Any] = {}  # by part, the last used at the end
@@ -112,8 +114,7 @@ class BucketTable:
                 self._download(file)
             os.utime(file)
             rows = read_part(file)
-        times = {path: path.stat().st_mtime for path in self.cache.glob("*.arrow") if path.exists()}
-        for old in sorted(times, key=lambda path: times[path])[: -self.num_cached]:
+        for old in sorted(self.cache.glob("*.arrow"), key=_last_use)[: -self.num_cached]:
             with FileLock(f"{old}.lock"):
                 old.unlink(missing_ok=True)
         return rows
@@ -129,6 +130,14 @@ class BucketTable:
             raise Unavailable(f"{url} cannot be downloaded to {self.cache}: {error}") from error
 
 
+def _last_use(file: Path) -> float:
+    """Return when a part was last opened; infinity if another process has deleted it by now."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+
+
 def read_part(file: Path) -> Any:
     """Return the memory-mapped rows of a part, a table of pyarrow. A deleted file stays mapped."""
     import pyarrow
@@ -140,9 +149,3 @@ def read_part(file: Path) -> Any:
 def is_url(path: str) -> bool:
     """Return whether `path` is in a bucket, as in s3://bucket/folder."""
     return "://" in path
-
-
-def _cache_root(cache: str | None) -> Path:
-    if cache is not None:
-        return Path(cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tread_zoo"

@@ -3,7 +3,6 @@
 N images, C channels, H height, W width.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from tread_zoo.data.dataset import ArrayDataset, ImageData
-from tread_zoo.data.files import open_npz
+from tread_zoo.data.files import cache_folder, open_npz
 from tread_zoo.data.labels import check_labels, read_labels
 from tread_zoo.data.split import split_data
 from tread_zoo.errors import unknown_name
@@ -160,15 +159,13 @@ def _from_torchvision(
 
 @contextmanager
 def _local_folder(path: str | None, name: str) -> Iterator[Path]:
-    """Yield `path`, or else the cache folder of a data set, locked so that one process downloads:
-    `$TREAD_ZOO_CACHE/<name>` or ~/.cache/tread_zoo/<name>."""
+    """Yield `path`, or else a folder `name` for downloads, locked so that one process downloads."""
     from filelock import FileLock
 
     if path is not None:
         yield Path(path).expanduser()
         return
-    cache = os.environ.get("TREAD_ZOO_CACHE") or Path.home() / ".cache" / "tread_zoo"
-    folder = Path(cache) / name
+    folder = cache_folder() / name
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".download.lock"):
         yield folder

@@ -21,6 +21,11 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def cache_folder() -> Path:
+    """Return the folder for downloaded data: `$TREAD_ZOO_CACHE`, or ~/.cache/tread_zoo."""
+    return Path(os.environ.get("TREAD_ZOO_CACHE") or Path.home() / ".cache" / "tread_zoo")
+
+
 def printable(text: str) -> str:
     """Return `text`, such as a file's name, with unprintable characters escaped: `a\\nb`."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

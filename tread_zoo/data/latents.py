@@ -206,7 +206,8 @@ def latents(
             without one, 0.1.
         num_classes: None is the table's; 0 drops the labels.
         context: whether contexts, if the table has them, are the condition.
-        cache: folder for the downloaded files of a table in a bucket; None is one under ~/.cache.
+        cache: folder for the downloaded files of a table in a bucket; None: $TREAD_ZOO_CACHE
+            or ~/.cache/tread_zoo.
         cached_parts: number of downloaded files that are kept; an epoch mixes the images of half
             as many at a time.
     """

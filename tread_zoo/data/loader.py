@@ -43,12 +43,12 @@ class StepBatches:
     so have other numbers of ranks with the same global batch. Raises ValueError if there are fewer
     items than a global batch.
 
-    `order` returns an epoch's permutation int64 [num_items] from its generator; None takes any.
+    `items` is their number, or the data set; one with `epoch_order` chooses the permutations.
     """
 
     def __init__(
         self,
-        num_items: int,
+        items: Any,
         batch_size: int,
         *,
         seed: int,
@@ -56,8 +56,8 @@ class StepBatches:
         rank: int = 0,
         num_ranks: int = 1,
         start_step: int = 0,
-        order: Callable[[torch.Generator], Tensor] | None = None,
     ):
+        num_items = items if isinstance(items, int) else len(items)
         global_batch = batch_size * num_ranks
         if num_items < global_batch:
             raise ValueError(
@@ -67,7 +67,7 @@ class StepBatches:
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         self.num_steps, self.start_step = num_steps, start_step
         self.rank, self.num_ranks = rank, num_ranks
-        self.order = order or functools.partial(_any_order, num_items)
+        self.order = getattr(items, "epoch_order", None)
         self.steps_per_epoch = num_items // global_batch
 
     def __len__(self) -> int:
@@ -79,13 +79,12 @@ class StepBatches:
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
                 generator = make_generator("data", self.seed, epoch)
-                order = self.order(generator)
+                if self.order is None:
+                    order = torch.randperm(self.num_items, generator=generator)
+                else:
+                    order = self.order(generator)
             place = step % self.steps_per_epoch * self.num_ranks + self.rank
             yield order[place * self.batch_size : (place + 1) * self.batch_size].tolist()
-
-
-def _any_order(num_items: int, generator: torch.Generator) -> Tensor:
-    return torch.randperm(num_items, generator=generator)
 
 
 # Corrupt items ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ def read_picture(
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, background), picture)
         picture = picture.convert("L" if channels == 1 else "RGB")
         if image_size is not None:
-            colour = background[:3] if channels == 3 else _grey(background)
-            picture = resize_and_crop(picture, image_size, colour if crop == "pad" else None)
+            border = f"rgb{background[:3]}" if crop == "pad" else None  # grey in a grey picture
+            picture = resize_and_crop(picture, image_size, border)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
     except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error and more
         place = "" if isinstance(source, bytes) else f" {source}"
@@ -69,7 +69,7 @@ def read_picture(
 
 
 def resize_and_crop(
-    picture: "Image.Image", size: tuple[int, int], border: Any = None
+    picture: "Image.Image", size: tuple[int, int], border: str | None = None
 ) -> "Image.Image":
     """Return `picture` resized to cover `size` (H, W), its centre cropped; with a colour `border`,
     resized to fit into it, with a border of that colour.
@@ -100,13 +100,6 @@ def resize_and_crop(
     picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (width - wanted[0]) // 2, (height - wanted[1]) // 2
     return picture.crop((left, top, left + wanted[0], top + wanted[1]))
-
-
-def _grey(colour: Colour) -> int:
-    from PIL import Image
-
-    grey: Any = Image.new("RGB", (1, 1), colour[:3]).convert("L").getpixel((0, 0))
-    return int(grey)
 
 
 def read_colour(background: str) -> Colour:

@@ -113,9 +113,8 @@ class Setup:
 
         def load(items: Any, start: int, end: int) -> Iterator[tuple[Tensor, ...]]:
             plan = StepBatches(
-                len(items), self.training.batch_size, seed=seed, rank=rank, num_ranks=num_ranks,
+                items, self.training.batch_size, seed=seed, rank=rank, num_ranks=num_ranks,
                 start_step=start * micro_steps, num_steps=max(start, end) * micro_steps,
-                order=getattr(items, "epoch_order", None),
             )  # fmt: skip
             return make_loader(items, plan, self.training.num_workers, seed=seed)
 
