@@ -10,8 +10,10 @@ Images are visited by rising key. So few parts are needed at a time, and new one
 one. The order depends on (seed, epoch) alone, whatever the number of processes.
 """
 
+import bisect
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -53,7 +55,7 @@ class BucketTable:
                 f"data.path={url!r} was written by an earlier version: run its tread-zoo encode "
                 "again, which only adds labels.npy and the lengths of parts, and copy both files."
             )
-        self.names, self.ends = list(lengths), np.cumsum([0, *lengths.values()])[1:]
+        self.names, self.ends = list(lengths), list(itertools.accumulate(lengths.values()))
         # Another table of the same address has other files.
         root = cache_folder() if cache is None else Path(cache).expanduser()
         self.cache = root / hashlib.sha256(url.encode() + content).hexdigest()[:16]
@@ -62,7 +64,7 @@ class BucketTable:
         self._open: dict[int, Any] = {}  # by part, the last used at the end
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return self.ends[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
@@ -78,18 +80,18 @@ class BucketTable:
 
     def cell(self, column: str, row: int) -> bytearray:
         """Return the bytes of a cell. Raises `Unavailable` if its part cannot be downloaded."""
-        part = int(np.searchsorted(self.ends, row, side="right"))
+        part = bisect.bisect_right(self.ends, row)
         table = self._open.pop(part, None)
         self._open[part] = table = self._read(part) if table is None else table
         while len(self._open) > self.window + 1:
             self._open.pop(next(iter(self._open)))
-        first = int(self.ends[part - 1]) if part else 0
+        first = self.ends[part - 1] if part else 0
         return bytearray(table.column(column)[row - first].as_buffer())
 
     def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """Return a permutation int64 [N] of `rows` [N] in which those of a part are near to each
         other."""
-        parts = torch.from_numpy(np.searchsorted(self.ends, rows.numpy(), side="right"))
+        parts = torch.bucketize(rows, torch.tensor(self.ends), right=True)
         used, indices = parts.unique(return_inverse=True)
         positions = torch.randperm(len(used), generator=generator).double()
         offsets = torch.rand(len(rows), generator=generator, dtype=torch.float64)
