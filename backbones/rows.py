@@ -26,7 +26,7 @@ from tread_zoo.registry import register_backbone
 class DiTBlock(AdaLNBlock):
     """A block that owns the attention's layers directly, as named in DiT's checkpoints."""
 
-    def hold(self, mixer: Mixer) -> None:
+    def set_mixer(self, mixer: Mixer) -> None:
         self.qkv, self.proj = mixer.get_submodule("qkv"), mixer.get_submodule("proj")
         self.num_heads: int = mixer.num_heads  # type: ignore[assignment]
         self.fused_rows |= mixer.fused_rows  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ from tread_zoo.contract.layers import (
 )
 
 
-class Row(ABCMeta):
+class CheckedInit(ABCMeta):
     """Metaclass that checks constructor arguments and calls `initialize` after all constructors."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
@@ -86,7 +86,7 @@ class Row(ABCMeta):
         return network
 
 
-class Shell(Backbone, metaclass=Row):
+class Shell(Backbone, metaclass=CheckedInit):
     """Base of shells: a mixer, perhaps an MLP, and their options.
 
     A subclass's constructor takes its own keywords and passes **options on.
@@ -201,7 +201,7 @@ class AdaLNBlock(nn.Module):
         super().__init__()
         self.fused_rows: dict[str, tuple[int, ...]] = {"modulation.weight": 6 * (hidden_size,)}
         self.norm1 = self.make_norm(hidden_size)
-        self.hold(mixer)
+        self.set_mixer(mixer)
         self.norm2 = self.make_norm(hidden_size)
         self.mlp = mlp
         self.cross: CrossAttention | None = None
@@ -210,7 +210,7 @@ class AdaLNBlock(nn.Module):
     def make_norm(self, hidden_size: int) -> nn.Module:
         return nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
 
-    def hold(self, mixer: Mixer) -> None:
+    def set_mixer(self, mixer: Mixer) -> None:
         """Store the mixer for `prepare` and `mix`."""
         self.mixer = mixer
 

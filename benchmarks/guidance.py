@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 from omegaconf import OmegaConf
-from turns import make_parser, parse, report, take_turns
+from timing import make_parser, parse, report, take_turns
 
 from tread_zoo.diffusion import FlowMatching, ImageBatch, build_sampling
 from tread_zoo.evaluation.flops import count_sampling

@@ -28,7 +28,7 @@ from tread_zoo.config import make_config
 from tread_zoo.registry import available
 from tread_zoo.training import loop
 from tread_zoo.training.meters import Window
-from tread_zoo.training.setup import build_setup, make_accelerator, place
+from tread_zoo.training.setup import build_setup, make_accelerator, to_devices
 
 PARTS = ("draws", "embed", "blocks", "head", "routes", "loss", "backward", "optimizer", "averages")
 IDLE = (  # beginnings of names that compute nothing on a device
@@ -76,7 +76,7 @@ def count_step(overrides: list[str]) -> Launches:
     config = make_config(**compose_settings("train", ["device=cpu", *overrides]))
     setup = build_setup(config)
     device, precision = torch.device("cpu"), config.training.precision
-    state = place(setup, make_accelerator(setup, device, precision), None)
+    state = to_devices(setup, make_accelerator(setup, device, precision), None)
     network, batches, launches = setup.backbone, setup.batches(), Launches()
     for method, part in (("forward", "routes"), ("embed", "embed"), ("head", "head"),
                          ("run_block", "blocks")):  # fmt: skip

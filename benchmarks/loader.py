@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 from omegaconf import OmegaConf
-from turns import make_parser, parse, take_turns
+from timing import make_parser, parse, take_turns
 
 from tread_zoo import create
 from tread_zoo.data import StepBatches, make_loader

@@ -12,7 +12,7 @@ averaged weights. FLOPs are those of its loss; the mean over a schedule where th
 import argparse
 from collections.abc import Callable
 
-from turns import report, take_turns
+from timing import report, take_turns
 
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import make_config
@@ -21,7 +21,7 @@ from tread_zoo.kernels import set_forms
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 from tread_zoo.training.loop import optimize, step_flops
 from tread_zoo.training.meters import Window
-from tread_zoo.training.setup import build_setup, make_accelerator, place
+from tread_zoo.training.setup import build_setup, make_accelerator, to_devices
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
     config = make_config(**compose_settings("train", overrides))
     setup, device = build_setup(config), resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
-    state = place(setup, make_accelerator(setup, device, precision), None)
+    state = to_devices(setup, make_accelerator(setup, device, precision), None)
     batches, window = setup.batches(), Window(state)
 
     def step() -> None:

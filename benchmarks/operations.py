@@ -24,8 +24,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from timing import take_turns
 from torch import Tensor
-from turns import take_turns
 
 from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import NAIVE, get_example, get_implementation, list_forms, unusable

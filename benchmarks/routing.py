@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
+from timing import as_options, make_network, make_parser, parse, report, take_turns
 from torch import Tensor
-from turns import as_options, make_network, make_parser, parse, report, take_turns
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.contract.crossing import Crossing

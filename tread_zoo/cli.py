@@ -68,11 +68,11 @@ def command(
                 saved = "; if a checkpoint was saved, resume=latest continues from it"
                 remedy = saved if name == "train" else ""
                 with errors_in_one_line(traceback, f"stopped by Ctrl-C{remedy}"):
-                    settings = _given(composed, config)
+                    settings = _user_settings(composed, config)
                     import_plugins(settings.get("plugins", ()))
                     run(settings)
 
-            with errors_in_one_line(traceback), worded(name, config):
+            with errors_in_one_line(traceback), plain_errors(name, config):
                 if {"-h", "--help"} & set(words):
                     import_plugins(plugins_among(words))
                     doc = run.__globals__["__doc__"]
@@ -95,10 +95,10 @@ def compose_settings(
     name: str, overrides: Sequence[str], config: type = RunConfig
 ) -> dict[str, Any]:
     """Return the settings that overrides set for a script, for use from Python; see `command`."""
-    with worded(name, config):
+    with plain_errors(name, config):
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            settings = _given(compose(name, overrides=[*map(readable, overrides)]), config)
+            settings = _user_settings(compose(name, overrides=[*map(readable, overrides)]), config)
     import_plugins(settings.get("plugins", ()))
     return settings
 
@@ -122,19 +122,19 @@ def presets(name: str, config: type) -> dict[str, list[str]]:
     return {group: [path.stem for path in (CONFIGS / group).glob("*.yaml")] for group in groups}
 
 
-def _given(composed: DictConfig, config: type) -> dict[str, Any]:
+def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
     """Return the settings the user gave, as plain values. `${…}` may also refer to defaults."""
     given: Any = OmegaConf.to_container(composed)
     given = {field: value for field, value in given.items() if value != {}}
     defaults = OmegaConf.create(default_fields(config))
     resolved: Any = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True)
-    return _picked(resolved, given)
+    return _entries_in(resolved, given)
 
 
-def _picked(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of nested `values` whose keys are in `fields`."""
     return {
-        field: _picked(values[field], inner) if isinstance(inner, Mapping) else values[field]
+        field: _entries_in(values[field], inner) if isinstance(inner, Mapping) else values[field]
         for field, inner in fields.items()
         if inner != "???"  # OmegaConf's sign for a missing value
     }
@@ -213,7 +213,7 @@ def errors_in_one_line(
 
 
 @contextmanager
-def worded(name: str, config: type) -> Iterator[None]:
+def plain_errors(name: str, config: type) -> Iterator[None]:
     """Turn hydra's errors about a script's settings into a `ValueError` of one line that suggests
     the nearest name."""
     try:

@@ -47,17 +47,17 @@ def store_fields(
     sweep = {"dir": "runs/sweep", "subdir": "${hydra.job.num}"}
     node["hydra"] = {"output_subdir": None, "run": {"dir": "."}, "sweep": sweep}
     ConfigStore.instance().store(name, node)
-    PartNamesPath.groups = groups
-    for plugin in (PartNames, PartNamesPath):
+    RegistrySearchPath.groups = groups
+    for plugin in (RegistrySource, RegistrySearchPath):
         Plugins.instance().register(plugin)
 
 
-class PartNames(ConfigSource):
-    """Hydra's source of parts: each name is an option of the groups that its path lists."""
+class RegistrySource(ConfigSource):
+    """Hydra's source of registered names: each is an option of the groups that its path lists."""
 
     @staticmethod
     def scheme() -> str:
-        return "parts"
+        return "registry"
 
     def available(self) -> bool:
         return True
@@ -78,10 +78,10 @@ class PartNames(ConfigSource):
         return available(config_path.strip("/"))
 
 
-class PartNamesPath(SearchPathPlugin):
-    """What puts `PartNames` behind all files; as a schema, because --config-dir goes before it."""
+class RegistrySearchPath(SearchPathPlugin):
+    """The search path, with `RegistrySource` after all files, even those of --config-dir."""
 
     groups: Sequence[str] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("schema", f"parts://{','.join(self.groups)}")
+        search_path.append("schema", f"registry://{','.join(self.groups)}")

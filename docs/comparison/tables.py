@@ -38,11 +38,11 @@ def markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
     return "\n".join(lines)
 
 
-def judged(differences: pd.DataFrame, digits: Mapping[str, int] = DIGITS) -> list[str]:
+def with_verdict(differences: pd.DataFrame, digits: Mapping[str, int] = DIGITS) -> list[str]:
     """Return the 95 % interval of the differences in each column, a metric; bold and with a verdict
     where it is settled."""
     columns = differences.items()
-    return [interval(by).judged(direction(m) or "lower", digits[m]) for m, by in columns]
+    return [interval(by).with_verdict(direction(m) or "lower", digits[m]) for m, by in columns]
 
 
 def percent(fractions: pd.Series, digits: int = 0) -> str:

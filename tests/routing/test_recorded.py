@@ -11,7 +11,7 @@ from tread_zoo.config import make_config
 from tread_zoo.evaluation.flops import mean_flops
 from tread_zoo.training.loop import optimize, step_flops
 from tread_zoo.training.meters import Window
-from tread_zoo.training.setup import build_setup, make_accelerator, place
+from tread_zoo.training.setup import build_setup, make_accelerator, to_devices
 
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text())
 CASES = [(method, row) for method, case in RECORDED.items() for row in case["rows"]]
@@ -25,7 +25,7 @@ def test_a_method_trains_as_recorded(method, row):
     training = {"num_steps": 6, "batch_size": 8, "precision": "fp32"}
     config = make_config(backbone=row, routing=case["routing"], training=training, device="cpu")
     setup = build_setup(config)
-    state = place(setup, make_accelerator(setup, torch.device("cpu"), "fp32"), None)
+    state = to_devices(setup, make_accelerator(setup, torch.device("cpu"), "fp32"), None)
     batches, window = setup.batches(), Window(state)
     for state.step in range(6):
         optimize(state, batches, window)

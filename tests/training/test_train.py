@@ -25,7 +25,7 @@ from tread_zoo.training.loop import draw_step, step_loss, train
 from tread_zoo.training.meters import Window
 from tread_zoo.training.optimizer_state import optimizer_state
 from tread_zoo.training.run_page import write_run_page
-from tread_zoo.training.setup import make_accelerator, place
+from tread_zoo.training.setup import make_accelerator, to_devices
 from tread_zoo.training.trackers import read_metrics
 
 
@@ -145,7 +145,7 @@ def test_schedules_count_optimizer_steps(run):
 
 
 def test_losses_are_logged_by_noise_level_the_lowest_first():
-    state = place(
+    state = to_devices(
         parts_of(settings()), make_accelerator(parts_of(settings()), torch.device("cpu"), "fp32"),
         None,
     )  # fmt: skip
@@ -225,7 +225,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer):
     """Neither weights nor moments nor averages; the last optimizer knows no `found_inf`."""
     options = [f"optimizer={optimizer}", "training.ema_snapshots_every=3"]
     setup = parts_of(settings(*options, "training.gradient_accumulation_steps=2"))
-    state = place(setup, make_accelerator(setup, torch.device("cpu"), "fp32"), None)
+    state = to_devices(setup, make_accelerator(setup, torch.device("cpu"), "fp32"), None)
     batches, window, changed = setup.batches(), Window(state), []
     weight = next(setup.backbone.parameters())
     for bad in (False, False, True, False):

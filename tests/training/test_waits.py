@@ -24,7 +24,7 @@ from tread_zoo.runtime import keep_freed_memory, set_float32_products
 from tread_zoo.training.ema import WeightAverage, exponential_decay
 from tread_zoo.training.loop import optimize
 from tread_zoo.training.meters import Window
-from tread_zoo.training.setup import make_accelerator, place
+from tread_zoo.training.setup import make_accelerator, to_devices
 
 META = torch.device("meta")
 SIZES = {
@@ -91,7 +91,7 @@ def trace(monkeypatch, *overrides):
     accelerator = make_accelerator(setup, torch.device("cpu"), "fp32")
     for shared in (accelerator.state, PartialState()):
         monkeypatch.setattr(shared, "device", META)
-    state = place(setup, accelerator, None)
+    state = to_devices(setup, accelerator, None)
     batches = (tuple(tensor.to(META) for tensor in batch) for batch in [*setup.batches()][:4])
     batches, window = iter(list(batches)), Window(state)
 

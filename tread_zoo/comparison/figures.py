@@ -118,7 +118,7 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
             look, (cost, value) = style[label], (runs[x].mean(), runs[y].mean())
             points[label] = cost, value
             axes.plot(runs[x], runs[y], **look.options(ls="", marker=".", alpha=0.45, mew=0))
-            title = f"{label}: {words(y)} {interval(runs[y].tolist()).text()}, "
+            title = f"{label}: {words(y)} {interval(runs[y].tolist()).in_brackets()}, "
             title += f"{COSTS.get(x, words(x))} {si(cost)}"
             axes.plot(cost, value, **look.options(title, ms=7, mew=1.6))
     for setting in settings if arrows else ():

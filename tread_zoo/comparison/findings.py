@@ -321,7 +321,7 @@ class Ratio:
         """The geometric mean over seeds."""
         return math.exp(self.log.mean)
 
-    def text(self) -> str:
+    def in_brackets(self) -> str:
         """Return the ratio, and the ends of its interval if there are several seeds."""
         if self.log.n < 2:
             return f"{self.ratio:.2f}"
@@ -384,14 +384,16 @@ def ratio_table(
     columns: Sequence[str], ratios: Mapping[str, Sequence[Ratio | None]], metric: str
 ) -> Table:
     """Return `ratios_to_dense` as text, with verdicts."""
-    rows = [[name, *map(_worded, row)] for name, row in ratios.items()]
+    rows = [[name, *map(_ratio_text, row)] for name, row in ratios.items()]
     return [f"{words(metric)} over dense [95 %]", *columns], rows
 
 
-def _worded(ratio: Ratio | None) -> str:
+def _ratio_text(ratio: Ratio | None) -> str:
     if ratio is None:
         return ""
-    return f"{ratio.text()} {ratio.log.verdict('lower')}" + (ratio.dissent and f"; {ratio.dissent}")
+    return f"{ratio.in_brackets()} {ratio.log.verdict('lower')}" + (
+        ratio.dissent and f"; {ratio.dissent}"
+    )
 
 
 def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:
@@ -400,7 +402,7 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
     better = direction(metric) or "lower"
     table = []
     for line, name in ((line, row.name) for row in rows for line in row.lines):
-        score = line.score.text() + (", at chance" if line.is_at_chance else "")
+        score = line.score.in_brackets() + (", at chance" if line.is_at_chance else "")
         size = si(line.setting.runs.parameters.mean())
         cells = [[name, line.kind, str(line.score.n), size, score]]
         for i, (other, less) in enumerate(line.less):
@@ -408,7 +410,7 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
             cells += [[name, kind, "", "", ""]] if i else []
             by_budget = [less.get(axis) for axis in budgets]
             cells[-1] += [
-                f"{d.text(signed=True)} {d.verdict(better)}" if d else "" for d in by_budget
+                f"{d.in_brackets(signed=True)} {d.verdict(better)}" if d else "" for d in by_budget
             ]
         table += [row + [""] * (5 + len(budgets) - len(row)) for row in cells]
     header = ["", "", "seeds", "parameters", f"{words(metric)} [95 %]"]

@@ -34,7 +34,7 @@ class Interval:
         """The upper end of the interval."""
         return self.mean + self.half
 
-    def text(self, *, signed: bool = False) -> str:
+    def in_brackets(self, *, signed: bool = False) -> str:
         """Return the mean and, if n > 1, the ends of the interval in brackets."""
         form = "+.3g" if signed else ".4g"
         ends = f" [{self.low:{form}}, {self.high:{form}}]" if self.n > 1 else ""
@@ -45,7 +45,7 @@ class Interval:
         mean = f"{self.mean:{'+' if signed else ''}.{digits}f}"
         return f"{mean} ± {self.half:.{digits}f}" if self.n > 1 else mean
 
-    def judged(self, better: str, digits: int = 2) -> str:
+    def with_verdict(self, better: str, digits: int = 2) -> str:
         """Return the difference as `plus_minus` does; a settled one is bold and has its verdict."""
         text, verdict = self.plus_minus(digits), self.verdict(better)
         return text if verdict == "not settled" else f"**{text}** {verdict}"

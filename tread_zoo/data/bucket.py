@@ -26,7 +26,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from tread_zoo.data.files import cache_folder, written_whole
+from tread_zoo.data.files import atomic_file, cache_folder
 from tread_zoo.data.loader import Unavailable
 
 
@@ -126,7 +126,7 @@ class BucketTable:
 
         url = f"{self.where}/{file.name}"
         try:
-            with written_whole(file) as stream, fsspec.open(url, "rb") as source:
+            with atomic_file(file) as stream, fsspec.open(url, "rb") as source:
                 shutil.copyfileobj(source, stream, 2**22)
         except Exception as error:
             raise Unavailable(f"{url} cannot be downloaded to {self.cache}: {error}") from error

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from tread_zoo.config import part_type
 from tread_zoo.data.bucket import read_part
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
-from tread_zoo.data.files import write_text, written_whole
+from tread_zoo.data.files import atomic_file, write_text
 from tread_zoo.data.labels import check_labels, read_labels
 from tread_zoo.data.latents import SPLITS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
@@ -439,7 +439,7 @@ def write_part(file: Path, items: Iterable[Item], check: ItemCheck) -> None:
     sums = {"shape": shape, "count": count, "total": total.tolist(), "square": square.tolist(),
             "features_shape": features}  # fmt: skip
     table = pa.table(arrays).replace_schema_metadata({"tread_zoo": json.dumps(sums)})
-    with written_whole(file) as stream, pa.ipc.new_stream(stream, table.schema) as writer:
+    with atomic_file(file) as stream, pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)
 
 
@@ -471,7 +471,7 @@ def finish(out: Path, metadata: dict[str, Any]) -> bool:
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
     labels = {name: read_part(out / name).column("label").to_numpy() for name in names}
-    with written_whole(out / "labels.npy", alone=False) as stream:
+    with atomic_file(out / "labels.npy", alone=False) as stream:
         np.save(stream, np.concatenate(list(labels.values())))
     done = {**metadata, **shapes, "mean": mean.tolist(), "std": std.tolist(),
             "lengths": {name: len(column) for name, column in labels.items()}}  # fmt: skip

@@ -63,7 +63,7 @@ def open_npz(path: Path, field: str) -> Iterator[Any]:
 
 
 @contextmanager
-def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
     """Yield a temporary file that becomes `path` at the end: written whole, or not at all.
 
     alone: no other process writes `path` at the same time; a leftover of a stop is overwritten.
@@ -82,5 +82,5 @@ def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str, *, alone: bool = True) -> None:
     """Write a file atomically, in UTF-8; bytes of a name that is not UTF-8 become `\\udcff`."""
-    with written_whole(path, alone=alone) as stream:
+    with atomic_file(path, alone=alone) as stream:
         stream.write(text.encode(errors="backslashreplace"))

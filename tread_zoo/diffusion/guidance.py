@@ -75,7 +75,7 @@ class ImageBatch:
         weak: the network of a guidance's `weak_checkpoint`.
         routing: the routing method of training.
         draw_routes: crossings of evaluation 0, 1, …, unless the guidance has its own.
-        means: dx/dt is the mean over the sampler's step from the level.
+        mean_slope: dx/dt is the mean over the sampler's step from the level.
     """
 
     backbone: Backbone
@@ -87,7 +87,7 @@ class ImageBatch:
     weak: Backbone | None = None
     routing: Method = NO_ROUTING
     draw_routes: Callable[[int], Sequence[Crossing]] = lambda evaluation: ()
-    means: bool = False
+    mean_slope: bool = False
 
     def dx_dt(self, routes: Callable[[], Sequence[Crossing]] | None = None) -> DxDt:
         """Return dx/dt of the backbone with the labels.
@@ -101,7 +101,7 @@ class ImageBatch:
         routes = routes or (lambda: self.draw_routes(next(evaluations)))
 
         def dx_dt(x: Tensor, level: Tensor) -> Tensor:
-            given = {"routes": routes(), **({"r": self._next(level)} if self.means else {})}
+            given = {"routes": routes(), **({"r": self._next(level)} if self.mean_slope else {})}
             return self.objective.dx_dt(
                 lambda x_t, t: self.backbone(x_t, t, self.labels, **given), x, level
             )

@@ -78,7 +78,7 @@ class Sampler(Protocol):
 
     Called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]), it returns a new
     float32 tensor [B,C,H,W] at levels[-1]. Three class variables are optional: `default_num_steps`;
-    `objectives`, names of the objectives that it supports, by default all; and `takes_means`,
+    `objectives`, names of the objectives that it supports, by default all; and `uses_mean_slope`,
     whether it needs mean slopes over a step, as from MeanFlow.
     """
 
@@ -108,7 +108,7 @@ class Mean(Euler):
 
     default_num_steps: ClassVar[int] = 1
     objectives: ClassVar[tuple[str, ...]] = ("mean_flow",)
-    takes_means: ClassVar[bool] = True
+    uses_mean_slope: ClassVar[bool] = True
 
 
 @register("sampler", "heun")

@@ -218,10 +218,10 @@ def generate(
     for first in progress("sampling", starts, " batches", shown=len(starts) > 1):
         part = slice(first, first + batch_size)
         y = None if labels is None else labels[part].to(device)
-        means = getattr(options.sampler, "takes_means", False)
         batch = ImageBatch(
-            backbone, objective, y, indices[part], seed, levels, weak, options.trained, means=means
-        )
+            backbone, objective, y, indices[part], seed, levels, weak, options.trained,
+            mean_slope=getattr(options.sampler, "uses_mean_slope", False),
+        )  # fmt: skip
         if options.selection_rate:
             method = sampled_method(options.routing, options.trained, Stack.of(backbone))
             batch = replace(

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread_zoo.data.files import checksum, written_whole
+from tread_zoo.data.files import atomic_file, checksum
 from tread_zoo.errors import unknown_name
 
 DIGITS = "digits-cnn-64"
@@ -184,7 +184,7 @@ def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
     sizes = {"image_size": image_size, "channels": channels, "num_classes": network.num_classes}
     metadata = json.dumps({**sizes, "layers": network.layers, "about": about})
     # one entry of metadata: several have no fixed order, and records name the file by its hash
-    with written_whole(path) as stream:
+    with atomic_file(path) as stream:
         stream.write(save(network.state_dict(), metadata={"features": metadata}))
 
 

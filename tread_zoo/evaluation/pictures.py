@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tread_zoo.data.files import written_whole
+from tread_zoo.data.files import atomic_file
 from tread_zoo.data.split import evenly_spaced
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def save_png(image: Tensor, path: Path) -> None:
     """Write one image, uint8 [C, H, W] with 1 or 3 channels."""
     from torchvision.transforms.functional import to_pil_image
 
-    with written_whole(path, alone=False) as stream:
+    with atomic_file(path, alone=False) as stream:
         to_pil_image(image).save(stream, "PNG")
 
 
@@ -40,7 +40,7 @@ def save_grid(images: Tensor, path: Path, names: Sequence[str] = ()) -> None:
 
     picture, info = draw_grid(images, names), PngInfo()
     info.add_text("grid", picture.info["grid"])
-    with written_whole(path, alone=False) as stream:
+    with atomic_file(path, alone=False) as stream:
         picture.save(stream, "PNG", pnginfo=info)
 
 
@@ -99,7 +99,7 @@ def save_animation(pictures: Sequence[Path], path: Path) -> None:
         frames.append(frame.quantize(32))
     first, *rest = frames
     times = [*[_FRAME_MS] * len(rest), _LAST_FRAME_MS]
-    with written_whole(path) as stream:
+    with atomic_file(path) as stream:
         first.save(stream, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
 
 

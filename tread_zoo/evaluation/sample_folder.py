@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tread_zoo.data.files import write_text, written_whole
+from tread_zoo.data.files import atomic_file, write_text
 from tread_zoo.evaluation.pictures import save_grid, save_numbered
 
 RECORD = "sampling.json"
@@ -130,5 +130,5 @@ class SampleFolder:
                 arrays = {k: np.concatenate([earlier[k][older], arrays[k]]) for k in arrays}
             order = arrays["numbers"].argsort()
             arrays = {key: values[order] for key, values in arrays.items()}
-        with written_whole(file) as stream:
+        with atomic_file(file) as stream:
             np.savez(stream, **arrays)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tread_zoo.data.files import checksum, open_npz, written_whole
+from tread_zoo.data.files import atomic_file, checksum, open_npz
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
 from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images
@@ -92,7 +92,7 @@ def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> 
     for name, statistics in features.statistics.items():
         mean, covariance = _STATISTICS[name]
         arrays |= {mean: statistics.mean.numpy(), covariance: statistics.covariance.numpy()}
-    with written_whole(path) as stream:
+    with atomic_file(path) as stream:
         np.savez(stream, **arrays)
 
 

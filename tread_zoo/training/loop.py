@@ -53,7 +53,7 @@ from tread_zoo.training.setup import (
     build_setup,
     check_ranks_agree,
     make_accelerator,
-    place,
+    to_devices,
 )
 from tread_zoo.training.sharding import whole
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
@@ -93,7 +93,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
         accelerator = make_accelerator(setup, device, precision)
         setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
         check_ranks_agree(accelerator, checkpoint, setup)
-        state = place(setup, accelerator, checkpoint)
+        state = to_devices(setup, accelerator, checkpoint)
         with (
             open_folder(config, accelerator) as locked_folder,
             Log(state, locked_folder, precision, partial(step_flops, setup), early) as log,

@@ -1,7 +1,7 @@
 """The parts of a run, and its state on the devices.
 
 build_setup(config)   makes and checks all parts on the CPU, weights from the seed; writes nothing
-place(setup, …)       moves them to this process's device, shards them, and loads a checkpoint
+to_devices(setup, …)  moves them to this process's device, shards them, and loads a checkpoint
 """
 
 import functools
@@ -299,7 +299,9 @@ def check_ranks_agree(
             )
 
 
-def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
+def to_devices(
+    setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None
+) -> TrainState:
     """Return the state of a run at its start or from a checkpoint; every rank must call this."""
     network, projector, training = setup.backbone, setup.projector, setup.training
     decays = {"ema": exponential_decay(training.ema_decay, warmup=training.ema_warmup)}

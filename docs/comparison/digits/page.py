@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pandas as pd
-from tables import DIGITS, add_rows, judged, markdown, percent, scores
+from tables import DIGITS, add_rows, markdown, percent, scores, with_verdict
 
 from tread_zoo.comparison.intervals import interval
 
@@ -65,7 +65,7 @@ def of_all(own: pd.DataFrame) -> str:
         apart = [(fid["tread"] - fid[other]).dropna() for other in ("none", "shallow")]
         cells = [f"`{row}`", min(map(len, apart))]
         cells += [f"{fid[k].mean():.2f}" for k in ("none", "tread", "shallow")]
-        cells += [interval(each).judged("lower") for each in apart]
+        cells += [interval(each).with_verdict("lower") for each in apart]
         rows.append([*cells, percent(blocks["none"]), percent(blocks["tread"])])
     return markdown(
         "| | seeds | dense | routed | shallower | routed - dense | routed - shallower "
@@ -85,7 +85,7 @@ def of_dit(own: pd.DataFrame) -> str:
     dense, routed, shallow = arms
     for one, other in ((routed, dense), (shallow, dense), (routed, shallow)):
         by = (arms[one][SHOWN] - arms[other][SHOWN]).dropna()
-        rows.append([f"{one} - {other}", len(by), *judged(by)])
+        rows.append([f"{one} - {other}", len(by), *with_verdict(by)])
     return markdown(
         "| | seeds | Fréchet distance | precision | recall | label accuracy | held-out loss "
         "| change without blocks 2 … 7 |",
@@ -103,7 +103,7 @@ def of_waking(waking: pd.DataFrame, own: pd.DataFrame) -> str:
         name = " ".join(option.replace("-", "=", 1) for option in options)
         if name := TODAY.get(name, name):
             by = (of.set_index("seed").fid - default).dropna()
-            cells = [f"{of.fid.mean():.2f}", interval(by).judged("lower")]
+            cells = [f"{of.fid.mean():.2f}", interval(by).with_verdict("lower")]
             rows.append([f"`{name}`", len(by), *cells, percent(of.routed_blocks)])
     return markdown(
         "| | seeds | Fréchet distance | less the default route | change without blocks 2 … 7 |",
@@ -124,5 +124,5 @@ def of_skips(table: pd.DataFrame, own: pd.DataFrame) -> str:
         apart = pd.DataFrame({m: of[m] - of[f"{m}_cut"] for m in ("fid", "held_out_loss")})
         name = row if row == "all four" else f"`{row}`"
         means = [f"{of[m].mean():.2f}" for m in ("fid_cut", "fid")]
-        rows.append([name, len(of), *means, *judged(apart, {"fid": 2, "held_out_loss": 4})])
+        rows.append([name, len(of), *means, *with_verdict(apart, {"fid": 2, "held_out_loss": 4})])
     return markdown("| | seeds | [2, 9) | [3, 10) | difference | of the held-out loss |", rows)

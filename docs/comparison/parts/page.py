@@ -106,7 +106,7 @@ def row_of(method: tuple, runs: pd.DataFrame) -> list[object]:
         if set(own.study) & set(near.study):
             near = near[near.study.isin(own.study)]
         by = (by_seed.fid - near.groupby("seed").fid.mean()).dropna()
-        apart.append(interval(by).judged("lower") if len(by) else "")
+        apart.append(interval(by).with_verdict("lower") if len(by) else "")
     network = re.search(r"backbone=(\w+?)_tiny", method.arm)[1]
     routed = "" if "routing=none" in method.arm else ", routed"
     values = [

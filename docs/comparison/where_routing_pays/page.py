@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from tables import DIGITS, add_rows, judged, markdown, scores
+from tables import DIGITS, add_rows, markdown, scores, with_verdict
 
 from tread_zoo.comparison.intervals import differences, interval
 
@@ -211,7 +211,9 @@ def over_seeds(table: pd.DataFrame) -> str:
             means.append([*cells, percent(by.routed_blocks) if arm not in shallower else ""])
         for arm in (dense, *shallower):
             by = apart(by_arm["routed"], by_arm[arm])
-            less.append([of, arm, len(by), f"{flops['routed'] / flops[arm]:.2f}", *judged(by)])
+            less.append(
+                [of, arm, len(by), f"{flops['routed'] / flops[arm]:.2f}", *with_verdict(by)]
+            )
     names = f"seeds | FLOPs | {NAMES}"
     arms = markdown(f"| images | | {names} | without the routed blocks |", means)
     return arms + "\n\n" + markdown(f"| images | routed less | {names} |", less)
@@ -229,7 +231,7 @@ def bypassing(table: pd.DataFrame, digits: pd.DataFrame) -> str:
             if rate.startswith("rate "):
                 by = apart(at, by_rate["none"])
                 cells = [setting, f"{float(rate[5:]):.0%}", len(by), f"{at.fid.mean():.2f}"]
-                rows.append([*cells, *judged(by)])
+                rows.append([*cells, *with_verdict(by)])
     names = f"seeds | Fréchet distance | less that without | {NAMES.partition(' | ')[2]}"
     return markdown(f"| | bypass in sampling | {names} |", rows)
 
@@ -241,7 +243,7 @@ def spaces(table: pd.DataFrame) -> str:
     for images in sorted(set(both[1].images)):
         for arm in others(both[1]):
             by = [differences(scored(of, "routed", images), scored(of, arm, images)) for of in both]
-            cells = [interval(each).judged("lower", 3) for each in by]
+            cells = [interval(each).with_verdict("lower", 3) for each in by]
             rows.append([f"{images // 1000}K", arm, min(map(len, by)), *cells])
     return markdown(f"| images | routed less | seeds | {' | '.join(SPACES.values())} |", rows)
 
@@ -285,8 +287,8 @@ def fronts(table: pd.DataFrame) -> str:
         fid = of.pivot_table("fid", "seed", "arm")
         cells = [guidance, f"{scale:g}", len(fid), f"{fid.dense.mean():.2f}"]
         cells += [f"{fid.routed.mean():.2f}"]
-        cells += [interval((fid.routed - fid.dense).dropna()).judged("lower")]
-        more = interval(gained(front, scale, guidance)).judged("higher") if scale > 1 else ""
+        cells += [interval((fid.routed - fid.dense).dropna()).with_verdict("lower")]
+        more = interval(gained(front, scale, guidance)).with_verdict("higher") if scale > 1 else ""
         rows.append([*cells, more])
     names = "seeds | dense | routed | routed - dense | gain of routed - of dense"
     return markdown(f"| guidance | scale | {names} |", rows)

@@ -66,7 +66,7 @@ def test_equal_steps_draw_equal_tokens_and_every_weight_learns(name):
     network, routes = routed(name)
     inputs, outs = CASES[name].inputs(2), []
     for step in (3, 4, 3):
-        routes.at(step, 10)
+        routes.set_step(step, 10)
         outs.append(run(network, inputs))
     assert torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], outs[1])
@@ -89,7 +89,7 @@ def test_an_image_in_a_batch_equals_that_image_alone(name, batch):
     network, routes = routed(name)
     outs = []
     for size in (batch, 1):
-        routes.at(5, 10)
+        routes.set_step(5, 10)
         outs.append(run(network, CASES[name].one_of(size)))
     torch.testing.assert_close(outs[0][:1], outs[1], atol=1e-4, rtol=1e-3)
 
@@ -108,7 +108,7 @@ def test_recomputed_passes_have_the_gradients_of_plain_ones(name):
         if again:
             network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
         for passes in (1, 2):
-            routes.at(2, 10)
+            routes.set_step(2, 10)
             outs = [run(network, inputs) for _ in range(passes)]
             sum(weigh(out, seed) for seed, out in enumerate(outs)).backward()
             results.append((torch.stack(outs), gradients(network)))

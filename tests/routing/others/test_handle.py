@@ -173,7 +173,7 @@ def test_recomputation_of_every_method(method):
     for recompute in (False, True):
         network = plain(recompute=recompute)
         routes = enable_routing(network, method, start=1, end=3, extra=0, seed=3)
-        routes.at(0, 10)
+        routes.set_step(0, 10)
         outs = [network(tokens(seed=seed)) for seed in (1, 2)]
         (outs[0].square().sum() + outs[1].square().sum()).backward()
         grads = [p.grad for p in network.parameters() if p.grad is not None]
@@ -223,7 +223,7 @@ def test_passes_of_one_step_differ_and_a_step_repeats():
     network, routes = routed()
     drawn = []
     for step in (4, 5, 4):
-        routes.at(step, 10)
+        routes.set_step(step, 10)
         for _ in range(2):
             network(tokens())
             drawn.append(routes.drawn[0].ids)
@@ -239,7 +239,7 @@ def test_schedules_need_the_step():
         network(tokens())
     kept = []
     for step in range(8):
-        routes.at(step, 8)
+        routes.set_step(step, 8)
         network(tokens())
         kept.append(routes.drawn[0].num_kept if routes.drawn else 16)
     assert kept[0] == 4
@@ -290,9 +290,9 @@ def test_an_exception_within_a_pass_leaves_all_usable():
         network(tokens())
     assert "blocks" not in vars(network)
     network.broken = False
-    routes.at(1, 2)
+    routes.set_step(1, 2)
     first = network(tokens())
-    routes.at(1, 2)
+    routes.set_step(1, 2)
     assert torch.equal(network(tokens()), first)
 
 

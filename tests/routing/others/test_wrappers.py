@@ -43,7 +43,7 @@ def test_lora_before_and_after(name, first):
             network = lora(network)
             routes = enable_routing(network, start=1, end=3)
         network.train()
-        routes.at(1, 4)
+        routes.set_step(1, 4)
         out = run(network, CASES[name].inputs(2))
         weigh(out).backward()
         grads = {k: p.grad for k, p in network.named_parameters() if p.grad is not None}
@@ -111,7 +111,7 @@ def test_compiled_blocks_have_no_break(name):
         if compiled:
             torch.compiler.reset()
             network.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
-        routes.at(1, 4)
+        routes.set_step(1, 4)
         out = run(network, inputs)
         network.zero_grad()
         weigh(out).backward()
@@ -138,7 +138,7 @@ def one_of_two(rank, port, folder):
     routes = enable_routing(network, start=1, end=3)
     whole = torch.nn.parallel.DistributedDataParallel(network)
     inputs = {k: v[rank : rank + 1] for k, v in CASES[SD3].inputs(2).items()}
-    routes.at(1, 4)
+    routes.set_step(1, 4)
     weigh(run(whole, inputs)).backward()
     grads = [p.grad * 2 for p in network.parameters() if p.grad is not None]
     torch.save((routes.drawn[0].ids, grads), f"{folder}/{rank}.pt")
@@ -154,7 +154,7 @@ def test_two_processes_draw_and_learn_as_one(tmp_path):
     (first, grads), (second, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     network = build(SD3)
     routes = enable_routing(network, start=1, end=3)
-    routes.at(1, 4)
+    routes.set_step(1, 4)
     weigh(run(network, CASES[SD3].inputs(2))).backward()
     assert torch.equal(routes.drawn[0].ids, torch.cat([first, second]))
     expected = [p.grad for p in network.parameters() if p.grad is not None]

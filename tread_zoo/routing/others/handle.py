@@ -67,7 +67,7 @@ class Routes:
 
     # What users call ------------------------------------------------------------------------------
 
-    def at(self, step: int, num_steps: int) -> None:
+    def set_step(self, step: int, num_steps: int) -> None:
         """Set the optimizer step of the run, counted from 0; schedules need it.
 
         Each pass of a step chooses its own tokens; repeating the step repeats the choices.
@@ -190,7 +190,7 @@ class Routes:
         if self.step is None:
             if _is_scheduled(self.method):
                 raise RuntimeError(
-                    f"method={self.method.name} changes over training: call routes.at(step, "
+                    f"method={self.method.name} changes over training: call routes.set_step(step, "
                     "num_steps) before each step."
                 )
             self.count += 1
