@@ -1,8 +1,6 @@
 """The Python of the pages and the notebooks runs, a study's tables are of its records, and the
 built site has nothing that a reader stumbles over."""
 
-import itertools
-import json
 import os
 import re
 import runpy
@@ -11,7 +9,6 @@ from types import SimpleNamespace
 
 import nbclient
 import nbformat
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -124,118 +121,6 @@ def test_a_page_links_to_what_there_is_and_its_tables_are_whole(page):
         assert set(rows) == {heads}, table
     if page.name not in (GENERATED, "log.md"):
         assert [word for word in GONE if word in text] == []
-
-
-@pytest.fixture
-def page(load):
-    return load("where_routing_pays")
-
-
-def record(fid, *, seed=1, features="features", sampling=None, **protocol):
-    scores = {"fid": fid, "kid": fid / 4, "precision": 0.8, "recall": 0.8, "label_accuracy": 0.9}
-    sampling = {"selection_rate": 0, "guidance": "none", "guidance_scale": 1, **(sampling or {})}
-    own = {"reference": "held_out", "step": 2000, "num_generated": 2000, "num_reference": 5000}
-    own |= {"extractor": f"{features}@0a1b2c3d", "seed": seed, "sampling": sampling, **protocol}
-    contributions = {"blocks": [0.1] * 12, "ranges": [[2, 8, 0.3]]}
-    return {"values": scores, "real": {}, "protocol": own, "contributions": contributions}
-
-
-def planted_study(folder):
-    """Runs of three seeds. Their luck is common to the arms; routing is ahead of 9 blocks by 0.3
-    in one kind of features, in the other by chance, and guidance by 2 gains it 0.2 less."""
-    generator = np.random.default_rng(0)
-    for seed, (name, routing, depth) in itertools.product(range(3), PLANTED):
-        run = folder / "runs" / f"{name}_seed-{seed}"
-        run.mkdir(parents=True)
-        config = {"seed": seed, "backbone": {"depth": depth}, "routing": {"name": routing}}
-        fid = {"dense": 4.0, "routed": 4.0, "six": 4.5, "nine": 4.3}[name] + 0.5 * seed
-        noise = generator.normal(0, 0.01, 4)
-        records = [
-            record(1 + generator.normal(0, 0.3), features="cifar10_resnet56"),
-            record(0, reference="train") | {"real": {"fid": 0.1, "label_accuracy": 0.835}},
-        ]
-        for draw in (1, 2) if depth == 12 else ():
-            gain = 0.1 if routing == "tread" else 0.3
-            sampling = {"guidance": "cfg", "guidance_scale": 2}
-            own = {"seed": draw, "num_generated": 1000}
-            records.append(record(fid + 0.1 + noise[draw], **own))
-            records.append(record(fid + 0.1 - gain + noise[draw], sampling=sampling, **own))
-        facts = {"images_per_step": 128, "flops_routed": 1e6 * depth}
-        (run / "config.json").write_text(json.dumps(config))
-        (run / "facts.json").write_text(json.dumps(facts))
-        (run / "score.json").write_text(json.dumps(record(fid + noise[0])))
-        for number, each in enumerate(records):
-            (run / f"score_00002000_{number:06x}.json").write_text(json.dumps(each))
-
-
-PLANTED = (("dense", "none", 12), ("routed", "tread", 12), ("six", "none", 6), ("nine", "none", 9))
-
-
-@pytest.fixture
-def study(page, tmp_path):
-    planted_study(tmp_path)
-    scores, real = page["collect_seeds"](tmp_path)
-    return pd.DataFrame(scores), pd.DataFrame(real)
-
-
-def cells(line):
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def test_a_planted_effect_is_settled_over_seeds_and_a_planted_null_is_not(page, study):
-    rows = [cells(line) for line in page["over_seeds"](study[0]).splitlines()]
-    arms, apart = rows[2:6], rows[9:]
-    assert [row[:3] for row in arms] == [
-        ["256K", arm, "3"] for arm in ("dense", "routed", "dense, 9 blocks", "dense, 6 blocks")
-    ]
-    assert arms[1][-1] == "30.0 ± 0.0 %", "the routed blocks"
-    assert arms[3][-1] == ""
-    of_dense, of_nine, of_six = (row[4] for row in apart)
-    assert "**" not in of_dense
-    assert of_nine.endswith("** ahead")
-    assert of_six.endswith("** ahead")
-
-
-def test_an_answer_that_is_not_settled_says_how_small_an_effect_it_excludes(page, study):
-    plain = page["unguided"](study[0])
-    text = page["answer"](*(page["scored"](plain, arm, 256_000) for arm in ("routed", "dense")))
-    mean, half, gain, loss = map(float, re.findall(r"[+-]?\d+\.\d\d", text))
-    assert (gain, loss) == (pytest.approx(half - mean, 0.02), pytest.approx(half + mean, 0.02))
-    assert "not settled** (n = 3)" in text
-
-
-def test_a_planted_front_is_found(page, study, tmp_path):
-    table = page["fronts"](study[0])
-    (line,) = [line for line in table.splitlines() if line.startswith("| cfg | 2 |")]
-    seeds, dense, routed, apart, more = cells(line)[2:]
-    assert (seeds, apart.split()[-1]) == ("3", "behind")
-    assert float(routed) > float(dense)
-    assert more.endswith("behind")
-    assert float(more.strip("*").split()[0]) == pytest.approx(-0.2, abs=0.03)
-    panels = page["draw_plane"], page["draw_distances"]
-    page["draw_panels"](tmp_path / "fronts.png", page["fronts_of"](study[0]), *panels)
-    assert (tmp_path / "fronts.png").stat().st_size > 10_000
-
-
-def test_two_kinds_of_features_may_judge_otherwise(page, study):
-    rows = [cells(line) for line in page["spaces"](study[0]).splitlines()]
-    (of_nine,) = [row for row in rows if row[1] == "dense, 9 blocks"]
-    assert of_nine[2] == "3"
-    assert of_nine[3].endswith("ahead")
-    assert "**" not in of_nine[4]
-    assert cells(page["real_images"](study[1]).splitlines()[2])[1:] == [
-        "5,000", "0.100", "", "", "0.835",
-    ]  # fmt: skip
-
-
-def test_an_answer_is_by_trainings_not_by_draws(page):
-    """One pair settles nothing, however alike its draws are."""
-    index = pd.MultiIndex.from_product([[0], [1, 2, 3, 4]])
-    one = pd.Series([1.0, 1.01, 1.0, 1.01], index)
-    assert "not settled" in page["answer"](one - 1, one)
-    several = pd.MultiIndex.from_product([[0, 1, 2], [1, 2]])
-    apart = pd.Series([-1, -1.01, -1.02, -1, -1.01, -1.0], several)
-    assert "ahead** (n = 3)" in page["answer"](apart, 0 * apart)
 
 
 @pytest.mark.parametrize("name", ["route_train_look", "compare_and_read"])

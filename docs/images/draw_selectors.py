@@ -1,13 +1,8 @@
-"""Draw what every selector keeps, how every scan order runs and what a route does in the depth.
+"""Draw the pictures of docs/images: selectors, scan orders, routes in the depth, long skips.
 
-    python docs/images/draw_selectors.py                              # into docs/images
-    python docs/images/draw_selectors.py --rate 0.75 --out /tmp/images
+python docs/images/draw_selectors.py
 
-selectors.png has the kept tokens of a few samples of each selector, orders.png the curves,
-route.png which block sees which token, methods.png the same for every routing method, gaps.png the
-walk of a scan over kept tokens, skips.png the long skips of a U-ViT and the tokens that they carry.
-The table that is printed has, for each
-selector, the chance
+It also prints a table of each selector, with the chance
 
 - that the neighbour of a kept token is kept, beside it (left, right) and above or below,
 - that the next token of the raster order and of the Hilbert curve is kept,
@@ -16,7 +11,6 @@ selector, the chance
 Nothing is trained: `norm` is shown for a made-up importance, larger towards the middle.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +43,8 @@ METHODS: dict[str, Any] = {
     "random_ltd": {}, "layer_drop": {"drop": 0.99}, "token_merging": {}, "mixture_of_depths": {},
 }  # fmt: skip
 COLUMNS = ("left, right", "up, down", "raster next", "hilbert next", "holes")
-SAMPLES = 3  # of each selector in the picture
+HERE, RATE = Path(__file__).parent, 0.5
+SAMPLES, MEASURED = 3, 10_000  # samples of each selector in the picture, and in the table
 NUM_BLOCKS = 12
 DARK, LIGHT, RED, ORANGE, GREEN = "#0b55a0", "#dde8f5", "tab:red", "tab:orange", "tab:green"
 
@@ -271,36 +266,24 @@ def save(figure: Any, path: Path) -> None:
     figure.tight_layout(pad=0.4, w_pad=2.0, h_pad=1.0)
     figure.savefig(buffer, dpi=90)
     plt.close(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
     Image.open(buffer).convert("RGB").quantize(64).save(path, optimize=True)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--side", type=int, default=16, help="of the grid in the picture")
-    parser.add_argument("--table-side", type=int, default=8, help="of the grid that is measured")
-    parser.add_argument("--rate", type=float, default=0.5)
-    parser.add_argument("--num-samples", type=int, default=10000, help="that are measured")
-    args = parser.parse_args(arguments)
-
+def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    draw_selectors(args.side, args.rate, args.out / "selectors.png")
-    draw_orders(args.side, args.out / "orders.png")
-    draw_depth(4, args.rate, args.out / "route.png")
-    draw_methods(args.out / "methods.png")
-    draw_gaps(8, args.rate, args.out / "gaps.png")
-    draw_skips(args.out / "skips.png")
-    print(f"| {args.table_side}x{args.table_side}, rate {args.rate:g} | {' | '.join(COLUMNS)} |")
+    draw_selectors(16, RATE, HERE / "selectors.png")
+    draw_orders(16, HERE / "orders.png")
+    draw_depth(4, RATE, HERE / "route.png")
+    draw_methods(HERE / "methods.png")
+    draw_gaps(8, RATE, HERE / "gaps.png")
+    draw_skips(HERE / "skips.png")
+    print(f"| 8x8, rate {RATE:g} | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")
     for name, selector in SELECTORS.items():
-        chances = survival(draw_kept(selector, args.num_samples, args.table_side, args.rate))
+        chances = survival(draw_kept(selector, MEASURED, 8, RATE))
         print(f"| {name} | {' | '.join(f'{chance:.2f}' for chance in chances)} |")
-    print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

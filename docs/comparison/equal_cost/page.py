@@ -5,12 +5,13 @@ python docs/comparison/tables.py equal_cost RUNS STUDY    # adds a folder of run
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from tables import add_rows, markdown, processor, scores
+from tables import markdown
 
 from tread_zoo.comparison.intervals import Interval, log_ratio
 
@@ -27,23 +28,30 @@ METRICS = ["fid", "kid", "precision", "recall", "label_accuracy"]
 
 
 def add(runs: str, study: str) -> None:
-    """Add a row for each score of a folder of runs to the records of a study."""
-    rows = []
-    for run, config, record in scores(runs, "score*.json"):
-        start = json.loads((run / "commands.jsonl").read_text().splitlines()[0])
-        protocol, values = record["protocol"], record["values"]
-        rows.append({
-            "arm": arm_of(config), "seed": config["seed"],
-            "learning_rate": config["optimizer"]["learning_rate"],
-            "steps": protocol["step"], "draw": protocol["seed"],
-            "guidance": protocol["sampling"]["guidance_scale"],
-            **{metric: values[metric] for metric in METRICS},
-            "held_out_loss": values.get("held_out_loss"),
-            "code": start["code"].split()[-1][:7],
-            "machine": f"{processor()}, {record.get('run', {}).get('device', '')}".rstrip(", "),
-        })  # fmt: skip
-    keys = ["arm", "seed", "learning_rate", "draw", "guidance"]
-    add_rows(rows, HERE / f"{study}.csv", keys)
+    """Add a row for each score in a folder of runs to a study's .csv file, in place of a row of the
+    same keys."""
+    rows = [row_of(file) for file in sorted(Path(runs).glob("*/score*.json"))]
+    file, keys = HERE / f"{study}.csv", ["arm", "seed", "learning_rate", "draw", "guidance"]
+    table = pd.concat([pd.read_csv(file), pd.DataFrame(rows)]).drop_duplicates(keys, keep="last")
+    table.to_csv(file, index=False, float_format="%.6g")
+
+
+def row_of(score: Path) -> dict[str, Any]:
+    """Return the row of a score on this machine."""
+    record, config = (json.loads(f.read_text()) for f in (score, score.with_name("config.json")))
+    start = json.loads(score.with_name("commands.jsonl").read_text().splitlines()[0])
+    protocol, values = record["protocol"], record["values"]
+    (cpu,) = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[:1]
+    return {
+        "arm": arm_of(config), "seed": config["seed"],
+        "learning_rate": config["optimizer"]["learning_rate"],
+        "steps": protocol["step"], "draw": protocol["seed"],
+        "guidance": protocol["sampling"]["guidance_scale"],
+        **{metric: values[metric] for metric in METRICS},
+        "held_out_loss": values.get("held_out_loss"),
+        "code": start["code"].split()[-1][:7],
+        "machine": f"{cpu}, {record.get('run', {}).get('device', '')}".rstrip(", "),
+    }  # fmt: skip
 
 
 def arm_of(config: dict[str, Any]) -> str:
