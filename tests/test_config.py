@@ -337,7 +337,7 @@ def test_a_part_that_a_preset_chose_leaves_with_its_options():
 COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 
 
-@pytest.mark.parametrize("script", [s for s in COMMANDS if s not in ("resume", "convert_latents")])
+@pytest.mark.parametrize("script", [s for s in COMMANDS if s != "resume"])
 def test_each_setting_of_each_command_has_a_sentence(script):
     module = importlib.import_module(f"scripts.{script}")
     config = CompareConfig if script == "compare" else module.main.config

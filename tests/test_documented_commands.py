@@ -91,8 +91,8 @@ def test_the_recipe_of_finetuning_runs(tmp_path, monkeypatch):
     weights = theirs("dit", width=32, depth=4)
     torch.save(weights, "DiT-XL-2-256x256.pt")
     vae = {"name": "none", "class": "x", "sha256": "x", "shift_factor": 0.0, "scaling_factor": 0.2}
-    items = [(torch.randn(1, 4, 8, 8), number % 3) for number in range(20)]
-    write_table(Path("photos_latents"), items, content="samples", vae=vae)
+    batch = torch.randn(20, 1, 4, 8, 8), torch.arange(20) % 3
+    write_table(Path("photos_latents"), [batch], content="samples", vae=vae)
     page = (ROOT / "docs" / "sharing.md").read_text()
     recipe = page.partition("## Finetuning")[2].partition("```bash\n")[2].partition("```")[0]
     lines = recipe.replace("\\\n", " ").splitlines()

@@ -39,7 +39,7 @@ def _is_text(call):
     owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if name in ("read_text", "write_text", "FileHandler"):
         return owner != ""  # our own functions of these names write UTF-8
-    if name == "open" and not (owner in ("Image", "fsspec", "lmdb", "os") or "ZipFile" in owner):
+    if name == "open" and not (owner in ("Image", "fsspec", "os") or "ZipFile" in owner):
         place = 0 if owner else 1
         mode = ast.unparse(call.args[place]) if len(call.args) > place else given.get("mode", "r")
         return "b" not in mode

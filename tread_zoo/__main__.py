@@ -27,7 +27,6 @@ COMMANDS = {  # command -> script, in the order of the help
     "doctor": "doctor",
     "make-features": "make_features",
     "make-reference": "make_reference",
-    "convert-latents": "convert_latents",
 }
 # hydra completes the words after a command; its own bash function supports no commands.
 COMPLETION = """

@@ -21,8 +21,8 @@ PART = 10
 def write_bucket(folder, parts=8):
     """Write a table of latents, of which each has its number, and return the folder's address."""
     values = torch.arange(PART * parts).view(-1, 1, 1, 1, 1).expand(-1, 1, 2, 4, 4).float()
-    items = zip(values, [i % 4 for i in range(len(values))], strict=True)
-    write_table(folder, items, content="samples", part_size=PART)
+    batches = zip(values.split(PART), (torch.arange(len(values)) % 4).split(PART), strict=True)
+    write_table(folder, batches, content="samples")
     return folder.as_uri()
 
 

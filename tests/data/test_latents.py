@@ -5,15 +5,12 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts.convert_latents import convert, maskdit
 from tests.data.tables import Stub, image_data, write_latents
 from tests.data.vaes import save_vaes
-from tests.processes import run_python
 from tread_zoo.data import to_model_range, to_uint8
 from tread_zoo.data.encode import EncodingConfig, encode, write_table
 from tread_zoo.data.latents import imported_codec, latents, restore_codec
@@ -221,101 +218,56 @@ def test_a_representation_autoencoder_scales_its_latents_itself():
 # Other projects -----------------------------------------------------------------------------------
 
 
-def write_maskdit(folder, moments):
-    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
-    with (
-        lmdb.open(str(folder / "train"), map_size=2**24) as opened,
-        opened.begin(write=True) as txn,
-    ):
-        for i, one in enumerate(moments.flatten(0, 1)):
-            txn.put(f"z-{i}".encode(), one.numpy().tobytes())
-            txn.put(f"y-{i}".encode(), str(i % 6 % 3).encode())
-        txn.put(b"length", str(len(moments.flatten(0, 1))).encode())
-
-
-def write_lightningdit(folder, samples):
+def test_the_page_s_lines_write_latents_of_another_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vae = save_vaes(tmp_path, "AutoencoderTiny")["AutoencoderTiny"]
+    Path("vavae_folder").symlink_to(vae)
+    values = torch.randn(6, 2, 2, 4, 4)
+    Path("imagenet_train_256").mkdir()
     for shard in range(2):
-        own = slice(3 * shard, 3 * shard + 3)
-        tensors = {"latents": samples[0, own], "latents_flip": samples[1, own]}
-        labels = torch.arange(6)[own] % 3
-        save_file(
-            {key: value.contiguous() for key, value in {**tensors, "labels": labels}.items()},
-            folder / f"latents_rank00_shard{shard:03d}.safetensors",
-        )
-
-
-def write_repa(folder, moments):
-    labels = []
-    (folder / "00000").mkdir()
-    for i, one in enumerate(moments[0]):
-        name = f"00000/img-mean-std-{i:08d}.npy"
-        np.save(folder / name, one.numpy())
-        labels.append([name, i % 3])
-    (folder / "dataset.json").write_text(json.dumps({"labels": labels}))
-
-
-@pytest.mark.parametrize(
-    ("write", "channels", "content", "options"),
-    [
-        (write_maskdit, 8, "mean_logvar", ["--mirrored"]),
-        (write_lightningdit, 4, "samples", []),
-        (write_repa, 8, "mean_std", []),
-    ],
-)
-def test_latents_of_other_projects_become_a_table(tmp_path, write, channels, content, options):
-    values = torch.randn(2, 6, channels, 4, 4, generator=torch.Generator().manual_seed(0)).abs()
-    (tmp_path / "in").mkdir()
-    write(tmp_path / "in", values)
-    name = write.__name__.removeprefix("write_")
-    script = ROOT / "scripts" / "convert_latents.py"
-    done = run_python(script, name, tmp_path / "in", tmp_path / "out", *options, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    data = latents(str(tmp_path / "out"), held_out=0.0)
-    copies = 1 if content == "mean_std" else 2
-    assert (data.codec.content, data.codec.flips) == (content, copies == 2)
-    assert torch.equal(stack(data.train), values[:copies].transpose(0, 1))
+        own, labels = values[3 * shard :][:3], torch.arange(3)
+        tensors = {"latents": own[:, 0], "latents_flip": own[:, 1], "labels": labels}
+        whole = {key: value.contiguous() for key, value in tensors.items()}
+        save_file(whole, f"imagenet_train_256/latents_rank00_shard{shard:03d}.safetensors")
+    page = (ROOT / "docs" / "data.md").read_text().partition("### From other projects")[2]
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    data = latents("imagenet_latents", held_out=0.0, normalization="scale")
+    assert (data.num_classes, data.codec.flips, data.codec.has_pixels) == (3, True, True)
+    assert torch.equal(stack(data.train), values)
     assert [data.train[i][1] for i in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert (data.num_classes, data.codec.has_pixels, data.channels) == (3, False, 4)
-    if content == "mean_std":
-        noise = torch.randn(6, 4, 4, 4)
-        x = data.codec.to_model(values[:1].transpose(0, 1), device=CPU, noise=noise)
-        z = values[0, :, :4] + values[0, :, 4:] * noise
-        torch.testing.assert_close(data.codec.to_latents(x), z)
-    with pytest.raises(ValueError, match="normalization=scale"):
-        latents(str(tmp_path / "out"), normalization="scale")
-
-
-def test_a_database_of_something_else_is_no_latents(tmp_path):
-    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
-    lmdb.open(str(tmp_path / "train")).close()
-    with pytest.raises(ValueError, match="length"):
-        list(maskdit(tmp_path, mirrored=False)[1])
 
 
 def test_ones_own_latents_become_a_table(tmp_path):
     values = torch.randn(5, 1, 2, 4, 4).half()
-    written = write_table(tmp_path, ((one, -1) for one in values), content="samples", part_size=2)
+    write_table(tmp_path, ((x, [-1] * len(x)) for x in values.split(2)), content="samples")
     data = latents(str(tmp_path), held_out=0.0)
-    assert (written, data.num_classes, data.class_names) == (5, 0, ())
+    assert (len(data.train), data.num_classes, data.class_names) == (5, 0, ())
     assert torch.equal(stack(data.train), values)
+    with pytest.raises(ValueError, match="normalization=scale"):
+        latents(str(tmp_path), normalization="scale")
+
+
+def test_means_and_deviations_of_others_are_drawn_as_they_are(tmp_path):
+    values = torch.randn(6, 1, 8, 4, 4).abs()
+    write_table(tmp_path, [(values, torch.arange(6))], content="mean_std")
+    noise, codec = torch.randn(6, 4, 4, 4), latents(str(tmp_path), held_out=0.0).codec
+    x = codec.to_model(values, device=CPU, noise=noise)
+    z = values[:, 0, :4] + values[:, 0, 4:] * noise
+    torch.testing.assert_close(codec.to_latents(x), z)
 
 
 @pytest.mark.parametrize(
     ("second", "content", "words"),
     [
-        (torch.ones(1, 8, 6, 4), "mean_std", "a.npy"),
-        (torch.ones(1, 8, 4, 6).half(), "mean_std", "a.npy"),
-        (torch.full((1, 8, 4, 6), torch.nan), "mean_std", "not finite"),
-        (-torch.ones(1, 8, 4, 6), "mean_std", "negative"),
-        (torch.ones(1, 7, 4, 6), "mean_logvar", "shape"),
-        (torch.ones(8, 4, 6), "samples", "shape"),
+        (torch.ones(1, 1, 8, 6, 4), "mean_std", "shape"),
+        (torch.full((1, 1, 8, 4, 6), torch.nan), "mean_std", "not finite"),
+        (-torch.ones(1, 1, 8, 4, 6), "mean_std", "negative"),
     ],
 )
-@pytest.mark.parametrize("part_size", [1, 10])
-def test_latents_that_do_not_fit_are_refused_by_name(tmp_path, second, content, words, part_size):
-    items = [(torch.ones(1, 8, 4, 6), 0, "a.npy"), (second, 1, "b.npy"), (second, 2, "c.npy")]
-    with pytest.raises(ValueError, match=rf"of b\.npy .*{words}|b\.npy.*{words}"):
-        write_table(tmp_path, items, content=content, part_size=part_size)
+def test_latents_that_do_not_fit_are_refused_by_file(tmp_path, second, content, words):
+    batches = [(torch.ones(1, 1, 8, 4, 6), [0]), (second, [1])]
+    with pytest.raises(ValueError, match=rf"train-00001\.arrow.*{words}"):
+        write_table(tmp_path, batches, content=content)
     with pytest.raises((ValueError, OSError)):
         latents(str(tmp_path))
 
@@ -323,63 +275,15 @@ def test_latents_that_do_not_fit_are_refused_by_name(tmp_path, second, content, 
 def test_no_latents_and_labels_beside_none_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no latents"):
         write_table(tmp_path, [], content="samples")
-    one = torch.ones(1, 4, 4, 4)
-    for labels in ([0, -1], [0, 0.5], [0, 2**40], ["cat", "dog"]):
-        with pytest.raises(ValueError, match="labels"):
-            write_table(tmp_path, [(one, label) for label in labels], content="samples")
+    with pytest.raises(ValueError, match="labels"):
+        write_table(tmp_path, [(torch.ones(2, 1, 4, 4, 4), [0, -1])], content="samples")
 
 
-def test_latents_beyond_their_type_are_refused_by_image(tmp_path):
+def test_latents_beyond_their_type_are_refused(tmp_path):
     class Broken(Stub):
         def encode(self, x):
             return super().encode(x)[0] * 1e6, None
 
     config = EncodingConfig(vae="", out="", content="mode")
-    with pytest.raises(ValueError, match=r"train image 0 .*float32"):
+    with pytest.raises(ValueError, match=r"train-00000.*float32"):
         encode(image_data(), Broken(), tmp_path, config)
-
-
-@pytest.mark.parametrize(
-    ("content", "labels", "names"),
-    [
-        ({"labels": [["0.npy", 1.0], ["1.npy", 0]]}, [1, 0], ("0", "1")),
-        ({"labels": [["0.npy", "dog"], ["1.npy", "cat"]]}, [1, 0], ("cat", "dog")),
-        ({"labels": None}, [0, 0], ()),
-        ({"labels": [["0.npy", 0.5], ["1.npy", 1]]}, "0.5", ()),
-        ({"labels": [["0.npy", [1]], ["1.npy", 1]]}, "labels", ()),
-        ({"labels": [["0.npy", 1]]}, "1.npy", ()),
-        ({"labels": [3]}, "dataset.json", ()),
-        ([], "dataset.json", ()),
-    ],
-)
-def test_labels_of_dataset_json(tmp_path, content, labels, names):
-    (tmp_path / "in").mkdir()
-    for number in range(2):
-        np.save(tmp_path / "in" / f"{number}.npy", np.ones((8, 4, 4), np.float32))
-    (tmp_path / "in" / "dataset.json").write_text(json.dumps(content))
-    given = {"vae": None, "mirrored": False}
-    if isinstance(labels, str):
-        with pytest.raises(ValueError, match=labels):
-            convert("repa", tmp_path / "in", tmp_path / "out", **given)
-        return
-    convert("repa", tmp_path / "in", tmp_path / "out", **given)
-    data = latents(str(tmp_path / "out"), held_out=0.0)
-    assert ([data.train[i][1] for i in range(2)], data.class_names) == (labels, names)
-
-
-@pytest.mark.parametrize("kind", ["repa", "lightningdit", "maskdit"])
-def test_what_cannot_be_converted_is_one_line(tmp_path, kind):
-    if kind == "maskdit":
-        pytest.importorskip("lmdb", reason="lmdb is not installed")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    for name in ("dataset.json", "a.npy", "a.safetensors", "data.mdb"):
-        (tmp_path / "broken" / name).write_text("nothing")
-    for name in ("empty", "broken", "nowhere"):
-        with pytest.raises((ValueError, OSError)):
-            convert(kind, tmp_path / name, tmp_path / "out", vae=None, mirrored=False)
-    script = ROOT / "scripts" / "convert_latents.py"
-    done = run_python(script, kind, tmp_path / "broken", tmp_path / "out", cwd=ROOT)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1

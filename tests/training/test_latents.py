@@ -26,7 +26,7 @@ def write_moments(folder, factor=1.0):
     """Write 40 moments of 2 channels, with mirrored copies."""
     generator = torch.Generator().manual_seed(0)
     values = factor * torch.randn(40, 2, 4, 8, 8, generator=generator)
-    write_table(folder, zip(values, [i % 4 for i in range(40)], strict=True), content="mean_logvar")
+    write_table(folder, [(values, torch.arange(40) % 4)], content="mean_logvar")
     return ["data=latents", f"data.path={folder}", "data.held_out=0.2"]
 
 

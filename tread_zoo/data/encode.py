@@ -11,7 +11,6 @@ there are moments), h height, w width, S channels of features.
 
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from tread_zoo.config import part_type
 from tread_zoo.data.bucket import read_part
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import atomic_file, write_text
-from tread_zoo.data.labels import check_labels, read_labels
+from tread_zoo.data.labels import check_labels
 from tread_zoo.data.latents import SPLITS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.text import TextEncoder, caption_shape
@@ -42,9 +41,8 @@ from tread_zoo.seeding import make_generator
 logger = logging.getLogger(__name__)
 
 PSNR_IMAGES = 16
-# latent [K,C',h,w] or image [1,C,H,W], label, name for errors, and perhaps context [T,S], features
-# [K,S,h,w]
-Item = dict[str, Any]
+# latent [B,K,C',h,w] or image [B,1,C,H,W], label [B], perhaps context [B,T,S], features [B,K,S,h,w]
+Columns = dict[str, Tensor]
 Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float32 [B,S,h,w]
 
 
@@ -159,10 +157,10 @@ def encode(
         encode_text = functools.partial(text.encode, length=context[0], precision=precision)
     extract = features and features[1]
     encoder = _Encoder(data, vae, encode_text, extract, content, precision, config, log)
-    total, check = sum(len(spans[name][1]) for name in missing), ItemCheck(metadata["content"])
+    total = sum(len(spans[name][1]) for name in missing)
     with progress("encoding", total=total, unit=" images", shown=rank == 0) as bar:
         for name in missing:
-            write_part(out / name, encoder.items(*spans[name], bar), check)
+            write_part(out / name, encoder.batches(*spans[name], bar), metadata["content"])
     return finish(out, metadata)
 
 
@@ -208,7 +206,7 @@ def _read_each(dataset: Any, with_caption: bool, indices: Sequence[int]) -> list
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Makes the rows of a table from images."""
+    """Makes the columns of a table from images."""
 
     data: ImageData
     vae: Vae | None
@@ -219,8 +217,8 @@ class _Encoder:
     config: EncodingConfig
     corrupt: CorruptLog
 
-    def items(self, part: str, span: range, bar: Any) -> Iterator[Item]:
-        """Yield the row of each readable image of a span, and advance `bar`."""
+    def batches(self, part: str, span: range, bar: Any) -> Iterator[Columns]:
+        """Yield the columns of the readable images of a span, and advance `bar`."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -241,14 +239,15 @@ class _Encoder:
                 columns = self._columns(part, indices, torch.stack(images))
                 if self.encode_text is not None:
                     columns["context"] = _half(self.encode_text(captions[0]))
-                for row, condition in enumerate(conditions):
-                    record: Item = {name: values[row] for name, values in columns.items()}
-                    record["name"] = f"{part} image {indices[row]}"
-                    yield record | _condition_columns(condition)
+                elif self.data.context:
+                    columns["context"] = _half(torch.stack(conditions))
+                labelled = not self.data.context
+                columns["label"] = torch.tensor(conditions if labelled else [0] * len(whole))
+                yield columns
             bar.update(len(batch))
 
-    def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> dict[str, Tensor]:
-        """Return columns [B, …] of uint8 images."""
+    def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> Columns:
+        """Return the columns that are made of uint8 images."""
         copies = (images, images.flip(-1)) if self.config.flips else (images,)
         columns = {"image": images[:, None]}
         if self.vae is not None:
@@ -276,12 +275,6 @@ class _Encoder:
         return mean + (0.5 * logvar).exp() * noise.to(mean)
 
 
-def _condition_columns(condition: Any) -> Item:
-    if not isinstance(condition, Tensor):
-        return {"label": int(condition)}
-    return {"label": 0, "context": _half(condition)}
-
-
 def _half(context: Tensor) -> Tensor:
     if not context.half().isfinite().all():
         raise ValueError(
@@ -304,98 +297,40 @@ def _psnr(data: ImageData, vae: Vae) -> float:
 # Tables -------------------------------------------------------------------------------------------
 
 
-class ItemCheck:
-    """Compares each item of a table with the first one."""
-
-    def __init__(self, content: str):
-        self.content, self.column = content, "image" if content == "pixels" else "latent"
-        self._first: tuple[str, dict[str, tuple[str, list[int]]]] | None = None
-
-    def __call__(self, item: Item) -> None:
-        """Raise ValueError for an item of another shape or type than the first one, that is not
-        finite, or whose moments have negative deviations. It is called `item["name"]`."""
-        name, stored = item["name"], item[self.column]
-        tensors = {key: value for key, value in item.items() if isinstance(value, Tensor)}
-        kinds = {key: (str(v.dtype), list(v.shape)) for key, v in tensors.items()}
-        if self._first is None:
-            self._first = name, kinds
-        first, expected = self._first
-        for key, (dtype, shape) in kinds.items():
-            if (dtype, shape) != expected.get(key):
-                other = " ".join(map(str, expected.get(key, ("none",))))
-                raise ValueError(
-                    f"the {key} of {name} is {dtype} {shape}, that of {first} is {other}: a table "
-                    "has one shape and type."
-                )
-            if not torch.isfinite(tensors[key]).all():
-                raise ValueError(
-                    f"the {key} of {name} is not finite as {dtype}: check that file or image; "
-                    "latents of tread-zoo encode may need dtype=float32 and precision=fp32."
-                )
-        is_moments = self.content.startswith("mean_")
-        if self.column == "latent" and (stored.ndim != 4 or (is_moments and stored.shape[1] % 2)):
-            raise ValueError(
-                f"the latent of {name} has the shape {list(stored.shape)}; content={self.content} "
-                f"needs [copies, {'2 x ' if is_moments else ''}channels, height, width]."
-            )
-        if self.content == "mean_std" and (stored.chunk(2, dim=-3)[1] < 0).any():
-            raise ValueError(
-                f"the latent of {name} has negative standard deviations: it is no mean and "
-                "deviation. Samples are written with content=samples, log variances with "
-                "mean_logvar."
-            )
-
-
 def write_table(
     out: Path,
-    items: Iterable[tuple[Any, ...]],
+    batches: Iterable[tuple[Tensor, Any]],
     *,
     content: str,
     vae: dict[str, Any] | None = None,
-    part_size: int = 4000,
     class_names: Sequence[str] = (),
-) -> int:
-    """Return the number of latents that are written as a table without a held-out part.
+) -> None:
+    """Write latents of another project as a table without a held-out part.
 
     Args:
         out: the table's folder.
-        items: latents [K,C',h,w] of one shape and type, labels (-1 for unlabelled ones), and
-            perhaps names for errors.
-        content: samples, mean_logvar or mean_std.
+        batches: latents [B,K,C',h,w] and labels [B] (-1: unlabelled) of each file of the table; a
+            few thousand make a file that is quick to download. K is 2 with mirrored images, or 1.
+        content: samples, mean_logvar or mean_std; with moments C' is 2 C.
         vae: `metadata` of the autoencoder that made them; None if unknown.
-        part_size: latents per file.
         class_names: of the labels; () names them by number.
 
     Raises:
-        ValueError: there are no latents; as of `ItemCheck`; or as of `read_labels`.
+        ValueError: there are no latents, their shapes differ, they are not finite, deviations are
+            negative, or labels are not 0 … the number of classes - 1.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.json").unlink(missing_ok=True)
-    rest, names, parts, dtype = enumerate(items), list[str](), list[Tensor](), ""
-    check = ItemCheck(content)
-    while part := list(itertools.islice(rest, part_size)):
+    names, labels, dtype = list[str](), list[Tensor](), ""
+    for latents, own in batches:
         names.append(f"train-{len(names):05d}.arrow")
-        labels, words = read_labels([item[1] for _, item in part], f"out={str(out)!r}: labels")
-        if words:
-            raise ValueError(
-                f"out={str(out)!r}: the labels are words, such as {words[0]!r}: write their "
-                "numbers, and give class_names."
-            )
-        parts.append(labels)
-        write_part(
-            out / names[-1],
-            (
-                {"latent": item[0], "label": label, "name": (*item, f"item {number}")[2]}
-                for (number, item), label in zip(part, labels.tolist(), strict=True)
-            ),
-            check,
-        )
-        dtype = str(part[0][1][0].dtype).removeprefix("torch.")
-    if not parts:
+        labels.append(torch.as_tensor(own))
+        write_part(out / names[-1], [{"latent": latents, "label": labels[-1]}], content)
+        dtype = str(latents.dtype).removeprefix("torch.")
+    if not names:
         raise ValueError(f"out={str(out)!r}: there are no latents to write.")
-    labels = torch.cat(parts)
-    if not (labels == -1).all():  # the unlabelled ones among others are an error, too
-        class_names = check_labels(labels, None, class_names, f"out={str(out)!r}")
+    if not (torch.cat(labels) == -1).all():
+        class_names = check_labels(torch.cat(labels), None, class_names, f"out={str(out)!r}")
     metadata = {
         "content": content,
         "dtype": dtype,
@@ -407,37 +342,40 @@ def write_table(
         "parts": {"train": names, "held_out": []},
     }
     finish(out, metadata)
-    return len(labels)
 
 
-def write_part(file: Path, items: Iterable[Item], check: ItemCheck) -> None:
-    """Write one Arrow file atomically, with sums for the statistics in its header. `check` sees
-    each item; tensors are stored in their dtype."""
+def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
+    """Write one Arrow file atomically, with sums for the statistics in its header. Each tensor is
+    stored in its dtype. Raises ValueError for what is not finite."""
     import pyarrow as pa
 
-    count, total, square, shape = 0, np.zeros(1), np.zeros(1), None  # by channel, in float64
-    main, features = check.column, None
-    columns: dict[str, list[Any]] = {main: [], "label": []}  # also of no item
-    for item in items:
-        check(item)
-        for name, value in item.items():
-            if name == "name":
-                continue
-            cell = as_bytes(value) if isinstance(value, Tensor) else value
-            columns.setdefault(name, []).append(cell)
-        stored = item[main]
-        mean, std = split_moments(stored, check.content)
+    main = "image" if content == "pixels" else "latent"
+    count, total, square = 0, np.zeros(1), np.zeros(1)  # by channel, in float64
+    cells: dict[str, list[Any]] = {main: [], "label": []}  # also of no image
+    shapes: dict[str, list[int]] = {}
+    for batch in batches:
+        for name, values in batch.items():
+            if not values.isfinite().all():
+                raise ValueError(
+                    f"{file}: a {name} is not finite as {values.dtype}: check the images; latents "
+                    "of tread-zoo encode may need dtype=float32 and precision=fp32."
+                )
+            as_cells = values.tolist() if name == "label" else map(as_bytes, values)
+            cells.setdefault(name, []).extend(as_cells)
+            shapes[name] = list(values.shape[1:])
+        mean, std = split_moments(batch[main], content)
+        if std is not None and (std < 0).any():
+            raise ValueError(f"{file}: deviations are negative: content is not {content}.")
         mean, variance = mean.double(), 0.0 if std is None else std.double().square()
-        count, shape = count + mean.numel() // mean.shape[1], list(stored.shape)
-        features = list(item["features"].shape) if "features" in item else None
-        total = total + mean.sum((0, 2, 3)).numpy()
-        square = square + (mean.square() + variance).sum((0, 2, 3)).numpy()
+        count += mean.numel() // mean.shape[2]
+        total = total + mean.sum((0, 1, 3, 4)).numpy()
+        square = square + (mean.square() + variance).sum((0, 1, 3, 4)).numpy()
     arrays = {
         name: pa.array(values, pa.int64() if name == "label" else pa.large_binary())
-        for name, values in columns.items()
+        for name, values in cells.items()
     }
-    sums = {"shape": shape, "count": count, "total": total.tolist(), "square": square.tolist(),
-            "features_shape": features}  # fmt: skip
+    sums = {"shape": shapes.get(main), "features_shape": shapes.get("features"),
+            "count": count, "total": total.tolist(), "square": square.tolist()}  # fmt: skip
     table = pa.table(arrays).replace_schema_metadata({"tread_zoo": json.dumps(sums)})
     with atomic_file(file) as stream, pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)

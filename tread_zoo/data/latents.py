@@ -193,7 +193,7 @@ def latents(
     cache: str | None = None,
     cached_parts: Annotated[int, Field(ge=2)] = 16,
 ) -> ImageData:
-    """Return the latents of a table from tread-zoo encode or tread-zoo convert-latents.
+    """Return the latents of a table from tread-zoo encode or `write_table`.
 
     Args:
         path: the folder, or its address in a bucket, as in s3://bucket/folder; pip install s3fs for
