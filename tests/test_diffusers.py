@@ -1,7 +1,5 @@
 """Our networks in diffusers, and our samplers beside its schedulers. Slow: importing it is."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -42,7 +40,7 @@ def test_a_pipeline_knows_its_classes_by_name(tmp_path):
         pipe("cta")
 
 
-def test_a_pipeline_of_a_stranger_is_checked_before_its_network_is_built(tmp_path):
+def test_a_pipeline_with_weights_that_are_not_finite_is_refused(tmp_path):
     from tread_zoo.pipeline import TreadZooPipeline
 
     pipe = TreadZooPipeline(random_backbone("dit_tiny"))
@@ -50,16 +48,6 @@ def test_a_pipeline_of_a_stranger_is_checked_before_its_network_is_built(tmp_pat
     pipe.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"backbone: 1 of .* NaN"):
         TreadZooPipeline.from_pretrained(tmp_path)
-    file = tmp_path / "backbone" / "config.json"
-    config = json.loads(file.read_text())
-    for described in (
-        {**config["described"], "config": {**config["described"]["config"], "depth": 10**9}},
-        None,
-        "dit_tiny",
-    ):
-        file.write_text(json.dumps({**config, "described": described}))
-        with pytest.raises(CheckpointError, match=f"{tmp_path}/backbone does not describe"):
-            TreadZooPipeline.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["fused", "mamba_tiny", "contexts", "wide"])

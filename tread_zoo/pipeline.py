@@ -30,9 +30,8 @@ from tread_zoo.diffusion import build_sampling, generate
 from tread_zoo.diffusion.conditions import class_number, contexts_of
 from tread_zoo.factory import build_backbone, describe_backbone
 from tread_zoo.registry import complete, create
-from tread_zoo.runs.metadata import read_json
 from tread_zoo.runs.restore import restore
-from tread_zoo.runs.weights import check_finite, check_network, read_tensors
+from tread_zoo.runs.weights import check_finite
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -49,24 +48,16 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Any:
-        """Return a model from `save_pretrained`, not built on the meta device: adding fusions runs
-        the network once. In a local folder, as a pipeline's are, the weights are checked first.
+        """Return a model from `save_pretrained`. It is not built on the meta device, because some
+        backbones compute fixed tables when they are built.
 
         Raises:
-            CheckpointError: they are damaged, are not finite, or do not fit the description.
+            CheckpointError: weights are not finite.
         """
-        folder = Path(path) / (options.get("subfolder") or "")
-        if folder.is_dir():
-            described = read_json(folder, cls.config_name).get("described")
-            metadata: dict[str, Any] = {"plugins": [], "backbone": described}
-            tensors: dict[str, Tensor] = {}  # of one file, or of its shards
-            for file in folder.glob("*.safetensors"):
-                tensors |= read_tensors(folder, file.name, metadata)
-            tensors = {name.removeprefix("network."): x for name, x in tensors.items()}
-            check_network(metadata, tensors, folder)
-            check_finite(tensors, folder)
         own = {"low_cpu_mem_usage": False, "use_safetensors": True}
-        return super().from_pretrained(path, **{**options, **own})
+        model = super().from_pretrained(path, **{**options, **own})
+        check_finite(model.network.state_dict(), Path(path))
+        return model
 
 
 class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]

@@ -48,7 +48,7 @@ from tread_zoo.runs.metadata import (
 )
 from tread_zoo.runs.metadata import CheckpointError as CheckpointError
 from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS, posthoc_coefficients
-from tread_zoo.runs.weights import build_network, check_network, load_tensors, read_tensors
+from tread_zoo.runs.weights import build_network, load_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -80,27 +80,11 @@ class Checkpoint:
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
-        """Return the configuration of the run, checked against the weights' backbone; the plug-ins
-        must be loaded."""
+        """Return the configuration of the run; the plug-ins must be loaded."""
         check_plugins(self.meta["plugins"], str(self.path))
         with as_checkpoint_error(self.path, "has settings that this version cannot use"):
             # The package of its tracker may be missing here.
-            config = make_config(**{**self.meta["config"], "tracker": "local"})
-            given, built = config.as_dict()["backbone"], self.meta["backbone"]
-            built = {**given, **built["config"], "name": built["name"]}
-            if wrong := [f"backbone.{k}={v!r}" for k, v in given.items() if built[k] != v]:
-                raise ValueError(f"its weights are of another network than {', '.join(wrong)}")
-        return config
-
-    def check(self, part: str) -> None:
-        """Check that the weights `part` fit the network in the metadata, before any network of its
-        size is built.
-
-        Raises:
-            CheckpointError: they do not.
-            ValueError: a plug-in is not loaded.
-        """
-        check_network(self.meta, self.tensors(part), self.path)
+            return make_config(**{**self.meta["config"], "tracker": "local"})
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
@@ -112,7 +96,7 @@ class Checkpoint:
         if (only := self.meta.get("weights")) is not None:  # a pushed folder has one network
             if part != only:
                 raise CheckpointError(f"{self.path} has one set of weights: set weights={only}.")
-            return read_tensors(self.path, WEIGHTS_NAME, self.meta)
+            return read_tensors(self.path, WEIGHTS_NAME)
         name, _, width = part.partition(":")
         files = [self.path / f"{tracked}.safetensors" for tracked in TRACKED_WIDTHS]
         if (width or name in TRACKED_WIDTHS) and not all(file.exists() for file in files):
@@ -125,7 +109,7 @@ class Checkpoint:
         if not (self.path / f"{part}.safetensors").exists():
             there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
             raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
-        return read_tensors(self.path, f"{part}.safetensors", self.meta)
+        return read_tensors(self.path, f"{part}.safetensors")
 
     def _average_of(self, width: float) -> dict[str, Tensor]:
         """Return averaged weights of a relative width, from this checkpoint and older snapshots."""

@@ -76,7 +76,6 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
             f"{checkpoint.path} cannot be resumed, because it has no {', '.join(absent)}: start a "
             "new run from its weights, init_from=…"
         )
-    checkpoint.check("model")
     checkpoint.config()  # first, so that errors do not blame the fields given here
     saved = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
     config = make_config(**{**_with_changes(saved, fields), "run_dir": str(folder)})

@@ -73,7 +73,7 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
         (folder, metadata), name = read_newest(folders or [folder], AVERAGE_NAME), AVERAGE_NAME
     else:
         metadata, name = read_metadata(folder, CONFIG_NAME), WEIGHTS_NAME
-    return build_network(metadata, read_tensors(folder, name, metadata), folder)
+    return build_network(metadata, read_tensors(folder, name), folder)
 
 
 def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:

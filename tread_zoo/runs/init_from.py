@@ -65,11 +65,9 @@ def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
             if resumed.meta["config"].get("init_from") == place:
                 return resumed
     try:
-        source = find_checkpoint(str(place))
+        return find_checkpoint(str(place))
     except CheckpointError as error:
         raise CheckpointError(f"init_from={place!r}: {error}") from error
-    source.check(source.meta.get("weights", "ema"))
-    return source
 
 
 def _backbone_of(source: Checkpoint) -> dict[str, Any]:
