@@ -164,7 +164,7 @@ class LeavesBlocksOut(Plain):
 
 
 class SaysTooMuch(Plain):
-    def describe_route(self, stack):
+    def describe(self, stack):
         return "two\nlines"
 
 

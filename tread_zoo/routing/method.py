@@ -30,14 +30,7 @@ from tread_zoo.contract.crossing import Crossing
 from tread_zoo.fields import Auto, Fraction
 from tread_zoo.registry import complete, create, describe_part
 from tread_zoo.routing.select import Ranked, Select, Skip, draw_gumbel, num_kept_tokens
-from tread_zoo.routing.timing import (
-    Chance,
-    check_rate,
-    describe_rate,
-    first_rate,
-    stairs,
-)
-from tread_zoo.routing.timing import rate_at as _rate_at
+from tread_zoo.routing.timing import Chance, Rate, check_rate, rate_at, stairs
 from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
 
 logger = logging.getLogger(__name__)
@@ -49,6 +42,7 @@ def _selector(part: Any) -> Any:
 
 Selector = Annotated[Auto | dict[str, Any], BeforeValidator(_selector)]
 Crossings = tuple[Crossing, ...]
+TYPICAL_STEPS = 1000  # length of a run, where only fractions of it matter
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of a routing method. Only `route` is required; `selection_rate` may be a field.
+    """Base of a routing method. `sample` or `route` is required; `selection_rate` may be a field.
 
     Args:
         warm_start, dense_tail: fractions of training at its start and end without routes.
@@ -214,7 +208,7 @@ class Method:
 
     def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
         """Return the crossings of a routed step; ids are on the device of `images`."""
-        raise NotImplementedError
+        return self.sample(stack, images, self.rate_at(step))
 
     def outcomes(
         self, stack: Stack, images: ImageGenerator, step: Step
@@ -286,18 +280,27 @@ class Method:
             )  # fmt: skip
 
     def describe(self, stack: Stack) -> str:
-        """Return one line about this method, for the log."""
-        words = [self.describe_route(stack)]
-        if self.probability < 1:
-            words.append(f"a step is routed with probability {self.probability:g}")
+        """Return one line for the log: which blocks see how many tokens, and when."""
+        seen: dict[tuple[int, int, bool, float], set[int]] = {}
+        for _, weight, crossings in self.variants(stack, TYPICAL_STEPS):
+            for each in crossings:
+                count = getattr(each, "num_kept", stack.num_tokens)
+                seen.setdefault((each.start, each.end, each.runs, weight), set()).add(count)
+        blocks: dict[str, list[str]] = {}
+        for (start, end, runs, weight), counts in seen.items():
+            kept = " … ".join(map(str, sorted({min(counts), max(counts)})))
+            what = f"see {kept} of {stack.num_tokens} tokens" if runs else "do not run"
+            what += f" in {weight:.0%} of the steps" if weight < 1 else ""
+            span = f"{start} … {end - 1}" if end - start > 1 else f"{start}"
+            blocks.setdefault(what, []).append(span)
+        words = [f"blocks {', '.join(spans)} {what}" for what, spans in blocks.items()]
+        if selector := getattr(self, "selector", None):
+            name = selector if isinstance(selector, str) else selector["name"]
+            words.append(f"selector {stack.default_selector if name == 'auto' else name}")
         for where, part in (("first", self.warm_start), ("last", self.dense_tail)):
             if part:
                 words.append(f"the {where} {100 * part:.3g}% of training dense")
-        return "; ".join(words)
-
-    def describe_route(self, stack: Stack) -> str:
-        """Return a phrase about what a routed step does, for the log."""
-        return self.name
+        return f"{self.name}: {'; '.join(words) or 'every block sees every token'}"
 
     # What all share -------------------------------------------------------------------------------
 
@@ -330,7 +333,7 @@ class Method:
         rate = self.selection_rate if rate is None else rate  # type: ignore[attr-defined]
         if not isinstance(rate, list | tuple):
             return float(rate)
-        return _rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
+        return rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
         """Return the steps between the dense start and end, which may be none in a short run."""
@@ -377,8 +380,8 @@ class Method:
         return ranked or not self.drawn
 
     def _typical_outcomes(self, stack: Stack) -> Sequence[tuple[float, Crossings]]:
-        """Return the outcomes of the first routed step of a run with 1000 steps."""
-        first = Step(self.routed_steps(1000).start, 1000, seed=0)
+        """Return the outcomes of the first routed step of a run."""
+        first = Step(self.routed_steps(TYPICAL_STEPS).start, TYPICAL_STEPS, seed=0)
         return self.outcomes(stack, counted_images(), first)
 
     @classmethod
@@ -386,6 +389,37 @@ class Method:
         """Return the selectors among some options, as (kind, name)."""
         found = [each["name"] for each in _mappings(options) if "name" in each and each != options]
         return [("selector", name) for name in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bypass(Method):
+    """Base of a method in which tokens bypass one range of blocks.
+
+    Args:
+        start, end: blocks start … end-1 run on the kept tokens. Negative values count from the end,
+            as in Python slices; auto is the backbone's default.
+        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25], [cosine, 0.75, 0.25]
+            or [steps, 0.75, [0.3, 0.5]] change it over training.
+        selector: how the kept tokens are chosen; auto is the backbone's default.
+    """
+
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    selection_rate: Rate = 0.5
+    selector: Selector = "auto"
+
+    def span(self, stack: Stack) -> tuple[int, int]:
+        """Return the first block of the range, and the first one after it."""
+        return stack.span(self.start, self.end)
+
+    def bypass(
+        self, stack: Stack, images: ImageGenerator, rate: float, per_batch: bool = False
+    ) -> Crossings:
+        """Return the range as a crossing that `rate` of the tokens bypass; none at rate 0."""
+        if rate == 0:
+            return ()
+        num_kept = stack.num_kept(rate)
+        return (stack.select(self.span(stack), self.selector, num_kept, images, per_batch),)
 
 
 @functools.lru_cache(maxsize=256)
@@ -401,32 +435,6 @@ def make_selector(part: Any) -> Any:
 def counted_images(num_images: int = 1) -> ImageGenerator:
     """Return a generator on the meta device, for counting FLOPs: its numbers have no values."""
     return make_image_generator("flops", images=range(num_images), device="meta")
-
-
-def describe_selection(
-    stack: Stack, span: tuple[int, int], rate: Any, selector: Any, per_batch: bool = False
-) -> str:
-    """Return which blocks see how many tokens, for the log."""
-    chosen = stack.default_selector if selector == "auto" else selector
-    words, rates = [_words(chosen)], [first_rate(rate)]
-    if isinstance(rate, list | tuple):
-        rates = [value for _, value in stairs(rate, range(1000), 1000)]
-        words.append(describe_rate(rate))
-    if per_batch:
-        words.append("the same for the whole batch")
-    kept = sorted({stack.num_kept(each) for each in (min(rates), max(rates))})
-    return (
-        f"blocks {span[0]} … {span[1] - 1} see {' … '.join(map(str, kept))} of "
-        f"{stack.num_tokens} tokens ({'; '.join(words)})"
-    )
-
-
-def _words(part: str | Mapping[str, Any]) -> str:
-    """Return a selector's name, with its options if there are any."""
-    if isinstance(part, str):
-        return part
-    options = ", ".join(f"{k} {v}" for k, v in part.items() if k != "name")
-    return f"{part['name']} ({options})" if options else str(part["name"])
 
 
 def leave_out(blocks: Iterable[int]) -> Crossings:

@@ -155,6 +155,24 @@ class Skip(Crossing):
         return tokens, exit
 
 
+def check_trained(
+    crossings: Sequence[Crossing], span: tuple[int, int], kinds: tuple[type[Crossing], ...]
+) -> Sequence[Crossing]:
+    """Return crossings for a network whose weights were trained to end one range of blocks.
+
+    Raises:
+        ValueError: a crossing is no `Skip`, and of none of `kinds` or over another range.
+    """
+    for each in crossings:
+        fits = isinstance(each, kinds) and (each.start, each.end) == span
+        if not fits and not isinstance(each, Skip):
+            raise ValueError(
+                f"{type(each).__name__} [{each.start}, {each.end}): this network learned to be "
+                f"routed over [{span[0]}, {span[1]}): route there, or train with routing=tread."
+            )
+    return crossings
+
+
 def draw_gumbel(num_tokens: int, generator: ImageGenerator) -> Tensor:
     """Return Gumbel noise [B, num_tokens]."""
     uniform = generator.rand(num_tokens)

@@ -57,11 +57,6 @@ def rate_at(rate: Any, step: int, routed: range, num_steps: int) -> float:
     return next(value for begin, value in reversed(levels) if begin <= step)
 
 
-def first_rate(rate: Any) -> float:
-    """Return the rate at the first routed step."""
-    return float(rate[1] if isinstance(rate, list | tuple) else rate)
-
-
 def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> None:
     """Raise `ValueError` if a list is not a rate, or changes outside the routed part of training.
 
@@ -86,15 +81,6 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
             f"{field}={list(rate)} must ascend between {warm_start:g} and {1 - dense_tail:g} of "
             "training, its routed part."
         )
-
-
-def describe_rate(rate: Any) -> str:
-    """Return a phrase for the log about a rate that changes over training."""
-    name, first, *rest = rate
-    if name == "steps":
-        later = [f"from {fraction:.0%} {value:g}" for fraction, value in rest]
-        return ", ".join([f"rate {first:g}", *later])
-    return f"rate {first:g} to {rest[0]:g}, {name}"
 
 
 def _is_rate(value: Any) -> bool:

@@ -25,8 +25,6 @@ class LayerDrop(Method):
             default range.
         drop: probability that a step leaves them out.
         unit: range drops all of them together; block decides for each block alone.
-        warm_start, dense_tail: fractions of training at its start and end in which all blocks run.
-        probability: probability that a step may drop blocks at all; all ranks decide alike.
     """
 
     start: Auto | int = "auto"
@@ -55,8 +53,3 @@ class LayerDrop(Method):
     @property
     def idle_weights(self) -> bool:
         return True
-
-    def describe_route(self, stack: Stack) -> str:
-        start, end = stack.span(self.start, self.end)
-        how = "together" if self.unit == "range" else "each"
-        return f"blocks {start} … {end - 1} are left out, {how}, in {self.drop:.0%} of the steps"

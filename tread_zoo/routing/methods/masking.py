@@ -30,51 +30,26 @@ from tread_zoo.contract.crossing import (
     scatter,
 )
 from tread_zoo.contract.layers import sincos_2d
-from tread_zoo.fields import Auto
 from tread_zoo.registry import register
-from tread_zoo.routing.method import (
-    Crossings,
-    Method,
-    Selector,
-    Stack,
-    Step,
-    describe_selection,
-)
-from tread_zoo.routing.select import Select, Skip, bypassed_tokens
-from tread_zoo.routing.timing import Rate
+from tread_zoo.routing.method import Bypass, Crossings, Stack, Step
+from tread_zoo.routing.select import Select, bypassed_tokens, check_trained
 from tread_zoo.routing.token_loss import split_loss
 from tread_zoo.seeding import ImageGenerator
 
 
 @register("routing", "microdit")
 @dataclass(frozen=True, kw_only=True)
-class MicroDiT(Method):
+class MicroDiT(Bypass):
     """Some tokens bypass a range of blocks and are not in the loss (MicroDiT, arXiv 2407.15811).
 
     In the paper, all patches run through a few mixing blocks, and many are then dropped for good:
     set start to the number of mixing blocks, and end to the depth.
-
-    Args:
-        start, end: blocks start … end-1 run on the kept tokens, as a Python slice.
-        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
-        selector: how the kept tokens are chosen; auto is the backbone's default.
-        warm_start, dense_tail: fractions of training at its start and end without routes.
-        probability: probability that a step is routed, the same draw on every rank.
     """
-
-    start: Auto | int = "auto"
-    end: Auto | int = "auto"
-    selection_rate: Rate = 0.5
-    selector: Selector = "auto"
 
     reconstruction_weight: ClassVar[float] = 0.0  # for the loss of the bypassed tokens
 
     def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
-        rate = self.rate_at(step)
-        if rate == 0:
-            return ()
-        span = stack.span(self.start, self.end)
-        return (stack.select(span, self.selector, stack.num_kept(rate), images),)
+        return self.bypass(stack, images, self.rate_at(step))
 
     def check(self, stack: Stack) -> None:
         super().check(stack)
@@ -97,11 +72,6 @@ class MicroDiT(Method):
     def splits_loss(self) -> bool:
         return True
 
-    def describe_route(self, stack: Stack) -> str:
-        span = stack.span(self.start, self.end)
-        route = describe_selection(stack, span, self.selection_rate, self.selector)
-        return f"{route}; the others count by {self.reconstruction_weight:g} in the loss"
-
 
 @register("routing", "maskdit")
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +83,13 @@ class MaskDiT(MicroDiT):
     are.
 
     Args:
-        start, end: blocks start … end-1 run on the kept tokens, as a Python slice.
-        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
-        selector: how the kept tokens are chosen; auto is the backbone's default.
         reconstruction_weight: weight of the loss that reconstructs the noisy bypassed patches.
-        warm_start, dense_tail: fractions of training at its start and end without routes.
-        probability: probability that a step is routed, the same draw on every rank.
     """
 
     reconstruction_weight: NonNegativeFloat = 0.1  # type: ignore[misc]
 
     def build(self, stack: Stack) -> nn.Module:
-        return MaskTokens(stack.span(self.start, self.end), stack.widths, stack.grid)
+        return MaskTokens(self.span(stack), stack.widths, stack.grid)
 
     @property
     def idle_weights(self) -> bool:
@@ -151,18 +116,10 @@ class MaskTokens(nn.Module):
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
         """Return the crossings, changed so that these tokens replace those that bypassed."""
-        masked: list[Crossing] = []
-        for each in crossings:
-            if isinstance(each, Select) and (each.start, each.end) == self.span:
-                each = Mask(*self.span, each.ids, self)
-            elif not isinstance(each, Skip):
-                raise ValueError(
-                    f"{type(each).__name__} [{each.start}, {each.end}): this network learned to "
-                    f"mask tokens at [{self.span[0]}, {self.span[1]}): route there, or train with "
-                    "routing=tread."
-                )
-            masked.append(each)
-        return masked
+        return [
+            Mask(*self.span, each.ids, self) if isinstance(each, Select) else each
+            for each in check_trained(crossings, self.span, (Select,))
+        ]
 
     def forward(self, streams: Streams) -> Streams:
         """Return mask tokens shaped and typed as the streams [B, E + N, D]; extra tokens are 0."""

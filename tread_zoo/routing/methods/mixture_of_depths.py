@@ -16,7 +16,7 @@ from torch import nn
 from tread_zoo.contract.crossing import Crossing, Exit, Tokens
 from tread_zoo.fields import Auto, Fraction
 from tread_zoo.registry import register
-from tread_zoo.routing.method import Crossings, Method, Stack, Step
+from tread_zoo.routing.method import Crossings, Method, Stack
 from tread_zoo.routing.select import Select, Skip
 from tread_zoo.seeding import ImageGenerator
 
@@ -46,9 +46,6 @@ class MixtureOfDepths(Method):
     drawn = False
     keep_all_is_dense = False  # updates are scaled
 
-    def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
-        return self.sample(stack, images, self.selection_rate)
-
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
         num_kept = stack.num_kept(rate)
         return tuple(Weigh(i, i + 1, num_kept) for i in self._blocks(stack))
@@ -56,11 +53,6 @@ class MixtureOfDepths(Method):
     def build(self, stack: Stack) -> nn.Module:
         default = self.sample(stack, None, self.selection_rate)  # type: ignore[arg-type]
         return Routers(stack.widths[0], default)
-
-    def describe_route(self, stack: Stack) -> str:
-        blocks = ", ".join(map(str, self._blocks(stack)))
-        kept = stack.num_kept(self.selection_rate)
-        return f"blocks {blocks} see {kept} of {stack.num_tokens} tokens, by a learned score"
 
     def _blocks(self, stack: Stack) -> range:
         start, end = stack.span(self.start, self.end)

@@ -22,8 +22,5 @@ class NoRouting(Method):
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
         raise ValueError("the network was trained with routing=none: train with routing=tread.")
 
-    def describe_route(self, stack: Stack) -> str:
-        return "none: every block sees every token"
-
 
 NO_ROUTING = NoRouting()

@@ -25,17 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread_zoo.contract.crossing import Crossing, Exit, Streams, Tokens
-from tread_zoo.fields import Auto, Fraction
+from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
-from tread_zoo.routing.method import (
-    Crossings,
-    Method,
-    Selector,
-    Stack,
-    Step,
-    describe_selection,
-)
-from tread_zoo.routing.select import Ranked, Select, Skip
+from tread_zoo.routing.method import Bypass, Crossings, Stack, Step
+from tread_zoo.routing.select import Ranked, Select, Skip, check_trained
 from tread_zoo.routing.timing import Rate
 from tread_zoo.seeding import ImageGenerator
 
@@ -44,28 +37,19 @@ Absent = Literal["token", "zero", "dense"]
 
 @register("routing", "sprint")
 @dataclass(frozen=True, kw_only=True)
-class Sprint(Method):
+class Sprint(Bypass):
     """Few tokens run through the middle blocks, and a learned map fuses both ends (SPRINT).
 
     The first and last blocks see all tokens. arXiv 2510.21986; end training with a short
     `dense_tail`, as the paper does.
 
     Args:
-        start, end: blocks start … end-1 are sparse, as a Python slice; auto is the backbone's
-            default range.
-        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
-        selector: how the kept tokens are chosen; auto is the backbone's default.
         absent: what the map gets for a token that did not run: token (a fixed random vector, as in
             the released code), zero, or dense (its own value before the range).
         path_drop: probability that a routed step skips the range for all tokens.
-        warm_start, dense_tail: fractions of training at its start and end without routes.
-        probability: probability that a step is routed, the same draw on every rank.
     """
 
-    start: Auto | int = "auto"
-    end: Auto | int = "auto"
     selection_rate: Rate = 0.75
-    selector: Selector = "auto"
     absent: Absent = "token"
     path_drop: Fraction = 0.1
 
@@ -83,28 +67,17 @@ class Sprint(Method):
         return [(1 - self.path_drop, kept), (self.path_drop, self.weak(stack))]
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        if rate == 0:
-            return ()
-        span = stack.span(self.start, self.end)
-        return (stack.select(span, self.selector, stack.num_kept(rate), images),)
+        return self.bypass(stack, images, rate)
 
     def weak(self, stack: Stack) -> Crossings:
-        return (Skip(*stack.span(self.start, self.end)),)
+        return (Skip(*self.span(stack)),)
 
     def build(self, stack: Stack) -> nn.Module:
-        return Fusions(stack.span(self.start, self.end), stack.widths, self.absent)
+        return Fusions(self.span(stack), stack.widths, self.absent)
 
     @property
     def idle_weights(self) -> bool:
         return self.path_drop > 0
-
-    def describe_route(self, stack: Stack) -> str:
-        span = stack.span(self.start, self.end)
-        words = [describe_selection(stack, span, self.selection_rate, self.selector)]
-        words.append(f"fused where they rejoin, {self.absent} for the absent")
-        if self.path_drop:
-            words.append(f"dropped in {self.path_drop:.0%} of the routed steps")
-        return "; ".join(words)
 
 
 class Fusions(nn.Module):
@@ -128,17 +101,10 @@ class Fusions(nn.Module):
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
         """Return the crossings within a fusion of the range, which also runs without crossings."""
-        inner: list[Crossing] = []
-        for each in crossings:
-            if isinstance(each, Select | Ranked | Skip) and (each.start, each.end) == self.span:
-                each = replace(each, absent=self.absent)
-            elif not isinstance(each, Skip):
-                raise ValueError(
-                    f"{type(each).__name__} [{each.start}, {each.end}): this network learned to "
-                    f"fuse at [{self.span[0]}, {self.span[1]}): route there, or train with "
-                    "routing=tread."
-                )
-            inner.append(each)
+        inner = [
+            replace(each, absent=self.absent) if (each.start, each.end) == self.span else each
+            for each in check_trained(crossings, self.span, (Select, Ranked))
+        ]
         return [Fuse(*self.span, self), *inner]
 
     def absent(self, streams: Streams) -> Streams:

@@ -36,8 +36,6 @@ class TokenMerging(Method):
         rate: fraction of tokens that merge into another; at most 1 - share.
         every: number of blocks that run on the same groups; 0: all of the range.
         share: fraction of tokens that are targets, which others join; 0.25: one per 2x2 square.
-        warm_start, dense_tail: fractions of training at its start and end without merging.
-        probability: probability that a step merges, the same draw on every rank.
     """
 
     start: Auto | int = "auto"
@@ -74,11 +72,6 @@ class TokenMerging(Method):
             )
             for i in range(start, end, width)
         )  # fmt: skip
-
-    def describe_route(self, stack: Stack) -> str:
-        start, end = stack.span(self.start, self.end)
-        kept = f"{stack.num_kept(self.rate)} of {stack.num_tokens}"
-        return f"blocks {start} … {end - 1} see {kept} tokens, the others merged into them"
 
 
 @dataclass(frozen=True)
