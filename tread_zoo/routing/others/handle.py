@@ -9,20 +9,20 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tread_zoo.contract.crossing import Crossing
+from tread_zoo.contract.crossing import Crossing, check_crossings
 from tread_zoo.registry import create
 from tread_zoo.routing.method import Crossings, Method, Stack, Step
-from tread_zoo.routing.others.calls import Call, Frame, share
+from tread_zoo.routing.others.calls import Call, Frame
 from tread_zoo.routing.others.check import Verdict
 from tread_zoo.routing.others.families import FAMILIES, REFUSED, Arguments, Family
-from tread_zoo.routing.select import bypassed_tokens
+from tread_zoo.routing.select import Ranked, Select, Skip, bypassed_tokens
 from tread_zoo.seeding import ImageGenerator, make_image_generator
 
 SLOT = "_token_routes"
@@ -222,8 +222,8 @@ class Routes:
 
     def draw(
         self, draws: tuple[Step, int], x: Tensor, num_tokens: int, arguments: Arguments
-    ) -> Crossings:
-        """Return the crossings of one pass, for tokens x [B, N + T, D]."""
+    ) -> list[Crossing]:
+        """Return the crossings of one pass in their order, for tokens x [B, N + T, D]."""
         step, number = draws
         batch, device = len(x), x.device
         grid = self.grid or _find_grid(arguments, num_tokens) or (1, num_tokens)
@@ -243,10 +243,12 @@ class Routes:
         if self.kept is not None:
             stack = self._stack(grid, x.shape[2], self._keep(batch, num_tokens, device))
         with torch.no_grad():
-            drawn = self.method.draw(stack, images, step)
-        self.drawn = tuple(map(share, drawn)) if self.shared else drawn
+            self.drawn = self.method.draw(stack, images, step)
         self.batch, self.device = batch, device
-        return self.drawn
+        crossings = check_crossings(self.drawn, self.num_blocks)
+        for crossing in crossings:
+            self._check_crossing(crossing)
+        return crossings
 
     def _keep(self, batch: int, num_tokens: int, device: torch.device) -> Tensor:
         assert self.kept is not None
@@ -261,13 +263,25 @@ class Routes:
     def _stack(self, grid: tuple[int, int], width: int, keep: Tensor | None = None) -> Stack:
         return Stack(self.num_blocks, grid, (width,), {}, (2, -2), "random", keep)
 
-    def check_crossing(self, crossing: Crossing) -> None:
-        """Raise `ValueError` if a crossing runs from one list into another and must not."""
+    def _check_crossing(self, crossing: Crossing) -> None:
+        """Raise `ValueError` if the network cannot run a crossing."""
+        where = f"{type(crossing).__name__} [{crossing.start}, {crossing.end})"
+        starts = range(crossing.start, crossing.end)
+        if any(each is not crossing and each.start in starts for each in self.drawn):
+            raise ValueError(f"{where} overlaps another: only disjoint routes suit {self.title}.")
         inner = [edge for edge in self.edges[1:-1] if crossing.start < edge < crossing.end]
         if inner and not self.family.crosses:
             raise ValueError(
-                f"[{crossing.start}, {crossing.end}): a route of {self.title} must not run across "
-                f"block {inner[0]}, where another list begins."
+                f"{where}: a route of {self.title} must not run across block {inner[0]}, where "
+                "another list begins."
+            )
+        by_state = not isinstance(crossing, Skip | Select | Ranked) or (
+            isinstance(crossing, Ranked) and not crossing.per_batch
+        )
+        if self.shared and by_state:
+            raise ValueError(
+                f"{where} chooses tokens by the state of each image, and {self.title} takes one "
+                "choice for a whole batch: use a method that draws, as tread or random_ltd."
             )
 
     def extra(self, arguments: Arguments, x: Tensor) -> int:
@@ -352,7 +366,7 @@ def _family(title: str, extra: Any) -> Family:
     if extra is None:
         return family
     count = extra if callable(extra) else lambda arguments, x: extra
-    return Family(**{f.name: getattr(family, f.name) for f in fields(family)} | {"extra": count})
+    return replace(family, extra=count)
 
 
 def _lists(network: nn.Module, paths: Sequence[str]) -> list[str]:
