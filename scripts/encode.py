@@ -31,7 +31,7 @@ from tread_zoo.data.vae import load_vae
 from tread_zoo.evaluation.features import find_extractor
 from tread_zoo.fields import check
 from tread_zoo.registry import create
-from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
+from tread_zoo.runtime import describe_device, local_device, resolve_precision
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 @command("encode", EncodingConfig)
 def main(settings: dict[str, Any]) -> None:
     config = check(EncodingConfig, settings)
-    device = resolve_device(config.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = local_device(config.device)
     precision = resolve_precision(config.precision, device)
     rank, num_ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
     data = create("data", config.data)

@@ -60,7 +60,7 @@ INSTEAD = {
     "routing.redraw": "routing=random_ltd",
     **dict.fromkeys(
         ("text_encoder", "data.text_encoder"),
-        "tread-zoo encode vae=none text_encoder=… out=table, and train with data=table",
+        "data.text_encoder=… of data=image_folder, hf or webdataset",
     ),
     **dict.fromkeys(
         ("routing.schedule", "routing.final_rate", "routing.rate_steps"),

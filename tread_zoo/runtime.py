@@ -1,6 +1,7 @@
 """What a run computes on: device, precision, and a line that says so."""
 
 import ctypes
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
@@ -29,6 +30,15 @@ def resolve_device(device: str) -> torch.device:
     if index >= {"cuda": torch.cuda.device_count()}.get(kind, 1) or not present.get(kind):
         raise ValueError(f"device={device!r} is not available here; use device=auto or device=cpu.")
     return torch.device(device)
+
+
+def local_device(device: str = "auto") -> torch.device:
+    """Return the device of this process: of several GPUs, the one that a launcher gave it. Raises
+    as of `resolve_device`."""
+    resolved = resolve_device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return resolved
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

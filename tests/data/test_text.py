@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from tests.data.tables import flat, picture_table, png
-from tests.data.text_encoders import ENCODERS
+from tests.data.text_encoders import ENCODERS, save_t5
 from tread_zoo.data.encode import EncodingConfig, encode
+from tread_zoo.data.loader import CorruptItem, read_item
 from tread_zoo.data.text import load_text_encoder
 from tread_zoo.registry import create
 
@@ -196,3 +197,66 @@ def test_what_is_no_whole_text_encoder_is_refused(tmp_path):
     (tmp_path / "t5" / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(ValueError, match="bert"):
         load_text_encoder(path)
+
+
+# In training, without a table ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TREAD_ZOO_CACHE", str(tmp_path / "contexts"))
+    return tmp_path / "contexts"
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("write", [in_text_files, in_a_column, in_json_of_shards])
+def test_an_encoder_in_the_data_gives_the_contexts_of_a_table(tmp_path, cache, write, kind):
+    given = {**(options := write(tmp_path / "set")), "path": str(options["path"])}
+    source, encoder = given.pop("data"), ENCODERS[kind](tmp_path / kind)
+    config = EncodingConfig(vae="none", out="", text_length=5)
+    data = create("data", source, held_out=0.3, **given)
+    encode(data, None, tmp_path / "table", config, text=load_text_encoder(encoder))
+    table = create("data", "table", path=str(tmp_path / "table"))
+    data = create("data", source, held_out=0.3, text_encoder=encoder, text_length=5, **given)
+    assert (data.context, data.text_encoder) == (table.context, table.text_encoder)
+    assert data.num_classes == 0
+    for part, other in ((data.train, table.train), (data.held_out, table.held_out)):
+        for i in range(len(other)):
+            (image, context), (same, expected) = part[i], other[i]
+            assert torch.equal(image, same)
+            assert context.dtype == expected.dtype
+            torch.testing.assert_close(context, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_contexts_are_computed_once_for_the_same_captions_and_encoder(tmp_path, cache):
+    options, encoder = in_text_files(tmp_path / "set"), ENCODERS["t5"](tmp_path / "t5")
+    given = {"path": str(options["path"]), "text_encoder": encoder}
+
+    def files():
+        create("data", "image_folder", **given)
+        return {file.name: file.stat().st_mtime_ns for file in cache.glob("*.bin")}
+
+    first = files()
+    assert files() == first
+    assert len(first) == 1
+    (tmp_path / "set" / "0.txt").write_text("green")
+    assert len(files()) == 2
+    given["text_encoder"] = save_t5(tmp_path / "other", seed=1)
+    assert len(files()) == 3
+
+
+def test_a_caption_that_cannot_be_read_is_a_corrupt_item(tmp_path, cache):
+    options, encoder = in_text_files(tmp_path / "set"), ENCODERS["t5"](tmp_path / "t5")
+    (tmp_path / "set" / "3.txt").write_bytes(b"\xff\xfe\xff")
+    given = {"path": str(options["path"]), "text_encoder": encoder, "held_out": 0.0}
+    data = create("data", "image_folder", **given)
+    found = [read_item(data.train, i) for i in range(6)]
+    assert [isinstance(item, CorruptItem) for item in found] == [i == 3 for i in range(6)]
+    assert found[3].name.endswith("3.png")
+
+
+def test_images_without_captions_take_no_encoder(tmp_path, cache):
+    write_pictures(tmp_path / "set", ["0.png", "1.png"])
+    encoder = ENCODERS["t5"](tmp_path / "t5")
+    with pytest.raises(ValueError, match="no captions"):
+        create("data", "image_folder", path=str(tmp_path / "set"), text_encoder=encoder)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from tests.data.tables import (
     write_latents,
 )
 from tests.data.test_contexts import write_folder
+from tests.data.text_encoders import save_t5
 from tests.small_run import parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
 from tread_zoo.diffusion import generate
-from tread_zoo.diffusion.conditions import conditions_of, contexts_in
+from tread_zoo.diffusion.conditions import conditions_of, contexts_in, contexts_of
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_generator, make_image_generator
@@ -122,6 +124,30 @@ def test_pictures_with_files_beside_them_are_trained_on_as_they_are(run, tmp_pat
     assert (restored.backbone.in_channels, restored.backbone.context_length) == (3, 3)
     with pytest.raises(ValueError, match="context"):
         restored.data({"context_length": 5})
+
+
+def test_captions_are_trained_on_with_an_encoder_named_in_the_data(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREAD_ZOO_CACHE", str(tmp_path / "cache"))
+    for number, caption in enumerate(CAPTIONS):
+        file = tmp_path / "drawn" / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        pixels = (255 * pictures_of(*caption)[0]).byte().permute(1, 2, 0).contiguous()
+        Image.fromarray(pixels.numpy()).save(file)
+        file.with_suffix(".txt").write_text(" ".join(caption))
+    encoder = save_t5(tmp_path / "t5")
+    options = ["data=image_folder", f"data.path={tmp_path / 'drawn'}", "training.batch_size=4"]
+    folder = run("run", *options, f"data.text_encoder={encoder}", "training.num_steps=2")
+    restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+    prompt = contexts_of(("red cross",), restored.text_encoder(), restored.backbone).of([0])
+    assert prompt.shape[1:] == restored.data({}).context
+    moved = (tmp_path / "t5").rename(tmp_path / "moved")
+    (tmp_path / "cache").rename(tmp_path / "lost")  # other hardware gives other last bits
+    change = mock.patch("tread_zoo.data.text.as_half", lambda values: (values * 1.001).half())
+    with change:
+        run("run", *options, f"data.text_encoder={moved}", "training.num_steps=3", "resume=latest")
+    other = save_t5(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="text_encoder"):
+        run("run", *options, f"data.text_encoder={other}", "training.num_steps=4", "resume=latest")
 
 
 def test_other_contexts_than_in_training_are_refused(trained, folder, tmp_path, copy_of):

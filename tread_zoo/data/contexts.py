@@ -60,6 +60,16 @@ def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
     return context
 
 
+def as_half(context: Tensor) -> Tensor:
+    """Return a context as float16. Raises ValueError if it has larger numbers, or NaN."""
+    if not context.half().isfinite().all():
+        raise ValueError(
+            f"a context reaches {float(context.abs().max()):g}, beyond what float16 holds "
+            "(65504): divide all embeddings by a constant first."
+        )
+    return context.half()
+
+
 def load_npy(path: str | Path) -> np.ndarray:
     """Return the array in an .npy file. Raises ValueError if it is damaged or holds objects."""
     try:

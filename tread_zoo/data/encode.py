@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from tread_zoo.config import part_type
 from tread_zoo.data.bucket import read_part
+from tread_zoo.data.contexts import as_half
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import atomic_file, write_text
 from tread_zoo.data.labels import check_labels
@@ -238,9 +239,9 @@ class _Encoder:
                 images, conditions, *captions = zip(*items, strict=True)
                 columns = self._columns(part, indices, torch.stack(images))
                 if self.encode_text is not None:
-                    columns["context"] = _half(self.encode_text(captions[0]))
+                    columns["context"] = as_half(self.encode_text(captions[0]))
                 elif self.data.context:
-                    columns["context"] = _half(torch.stack(conditions))
+                    columns["context"] = as_half(torch.stack(conditions))
                 labelled = not self.data.context
                 columns["label"] = torch.tensor(conditions if labelled else [0] * len(whole))
                 yield columns
@@ -273,15 +274,6 @@ class _Encoder:
             return torch.cat([mean, logvar], dim=1)
         noise = torch.stack([torch.randn(mean.shape[1:], generator=key) for key in generators])
         return mean + (0.5 * logvar).exp() * noise.to(mean)
-
-
-def _half(context: Tensor) -> Tensor:
-    if not context.half().isfinite().all():
-        raise ValueError(
-            f"a context reaches {float(context.abs().max()):g}, beyond what float16 holds "
-            "(65504): divide all embeddings by a constant first."
-        )
-    return context.half()
 
 
 def _psnr(data: ImageData, vae: Vae) -> float:

@@ -41,7 +41,7 @@ from tread_zoo.data.pictures import (
     read_picture,
 )
 from tread_zoo.data.split import evenly_spaced, split_data
-from tread_zoo.data.text import Captions, caption_key, find_captions
+from tread_zoo.data.text import Captions, caption_key, find_captions, with_contexts
 from tread_zoo.errors import unknown_name
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
@@ -111,6 +111,8 @@ def image_folder(
     num_classes: NonNegativeInt | None = None,
     label_column: str | None = None,
     caption_column: str | None = None,
+    text_encoder: str | None = None,
+    text_length: PositiveInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
@@ -132,8 +134,12 @@ def image_folder(
         label_column: column of the metadata; None takes one named label, labels, class, cls or
             target, or else the sub-folders.
         caption_column: column of the metadata, or txt, which is cat.txt beside cat.png; None takes
-            one named caption, captions, text or prompt, or else txt. Captions take the place of the
-            labels once tread-zoo encode has made contexts of them.
+            one named caption, captions, text or prompt, or else txt.
+        text_encoder: CLIP's text encoder or T5's, a folder or a name on the hub, whose contexts of
+            the captions take the place of the labels. They are computed once, into the cache
+            folder, which suits small data; for more see tread-zoo encode.
+        text_length: embeddings per caption, of which longer ones are cut; None is the number of the
+            longest caption, 77 at most.
         context: suffix of the files of embeddings, which take the place of the labels:
             `context.npy` finds cat.context.npy beside cat.png.
         context_length: number of embeddings per image, filled up with zeros; None is the largest
@@ -164,7 +170,7 @@ def image_folder(
     name = f"{root.name}/"  # no built-in source is called so
     return _picture_data(
         name, [table], image_size, channels, held_out, num_classes, column, context_length,
-        background, crop, ("image",), label_column, caption_column,
+        background, crop, ("image",), label_column, caption_column, "", text_encoder, text_length,
     )  # fmt: skip
 
 
@@ -181,6 +187,8 @@ def hf(
     image_size: PositiveInt | Size | None = None,
     channels: Literal[1, 3] = 3,
     caption_column: str | None = None,
+    text_encoder: str | None = None,
+    text_length: PositiveInt | None = None,
     context_column: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
@@ -204,6 +212,7 @@ def hf(
         image_size, channels: as of `image_folder`.
         caption_column: texts, or lists of which the first is taken; None takes a column named
             caption, captions, text, prompt or txt. See `image_folder`.
+        text_encoder, text_length: as of `image_folder`.
         context_column: an embedding or a list of them per row, which take the place of the labels.
         context_length, background, crop: as of `image_folder`.
     """
@@ -216,7 +225,7 @@ def hf(
     return _picture_data(
         f"hf:{name}", tables, image_size, channels, held_out, num_classes, context_column,
         context_length, background, crop, image_column and (image_column,), label_column,
-        caption_column,
+        caption_column, "", text_encoder, text_length,
     )  # fmt: skip
 
 
@@ -255,6 +264,8 @@ def webdataset(
     held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
     caption_column: str | None = None,
+    text_encoder: str | None = None,
+    text_length: PositiveInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
@@ -271,6 +282,7 @@ def webdataset(
         num_classes: None is the largest label + 1; 0 drops the labels.
         caption_column: txt, or a key of `.json`; None takes txt, or else a key named caption,
             captions, text or prompt. See `image_folder`.
+        text_encoder, text_length: as of `image_folder`.
         context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
         context_length, background, crop: as of `image_folder`.
     """
@@ -293,7 +305,8 @@ def webdataset(
         f"{Path(without_credentials(path)).name}:tar", [table], image_size, channels, held_out,
         num_classes, context, context_length, background, crop, pictures,
         label_column="cls" if labels else None,
-        caption_column="json" if key else None, caption_key=key,
+        caption_column="json" if key else None, caption_key=key, text_encoder=text_encoder,
+        text_length=text_length,
     )  # fmt: skip
 
 
@@ -346,6 +359,8 @@ def _picture_data(
     label_column: str | None = None,
     caption_column: str | None = None,
     caption_key: str = "",
+    text_encoder: str | None = None,
+    text_length: int | None = None,
 ) -> ImageData:
     """Return the data of a training table and perhaps a test table. A row's picture is in the first
     of `image_columns` that is not null; `caption_key` is as of `Captions`."""
@@ -376,7 +391,7 @@ def _picture_data(
         context = context_shape(table, "context", context_length)
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     shape = _survey(table, name, size, background)
-    return split_data(
+    data = split_data(
         name,
         PictureTable(table, labels, context, size, channels, shape, colour, crop, captions),
         len(tables[0]),
@@ -386,6 +401,7 @@ def _picture_data(
         channels=channels,
         context=context,
     )
+    return data if text_encoder is None else with_contexts(data, text_encoder, text_length)
 
 
 def _image_column(table: "datasets.Dataset") -> str:

@@ -9,20 +9,28 @@ dropped. Nothing is lost: the network's linear map and its learned positions cou
 Dimensions: B texts, T embeddings of width S.
 """
 
+import hashlib
 import json
 import logging
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from tread_zoo.data.dataset import ImageData
+from tread_zoo.data.contexts import as_half
+from tread_zoo.data.dataset import ImageData, as_bytes
+from tread_zoo.data.files import cache_folder, written_whole
+from tread_zoo.data.split import digest_items
 from tread_zoo.data.vae import digest_weights
 from tread_zoo.errors import unknown_name
-from tread_zoo.runtime import autocast
+from tread_zoo.progress import progress
+from tread_zoo.runtime import autocast, local_device
 
 if TYPE_CHECKING:
     import datasets
@@ -36,6 +44,7 @@ CLASSES = {  # by the model_type of a configuration
 MOST_TOKENS = 77  # of a caption, as CLIP has it, unless text_length says otherwise
 COLUMNS = ("caption", "captions", "text", "prompt", "txt")  # taken in this order if none is named
 _SURVEYED = 1000  # rows, by which other columns are judged
+_BATCH = 64  # captions that are encoded at a time
 
 
 class TextEncoder:
@@ -157,7 +166,7 @@ def find_captions(
     chosen = column or next((c for c in COLUMNS if c in texts), None)
     if chosen:
         logger.info(
-            "captions  %s: in %r; tread-zoo encode text_encoder=… makes contexts of them",
+            "captions  %s: in %r; data.text_encoder=… makes contexts of them",
             name, chosen,
         )  # fmt: skip
     rows = table.select(range(min(len(table), _SURVEYED)))
@@ -199,6 +208,81 @@ def caption_shape(
         "text", len(counts), empty, chosen, cut,
     )  # fmt: skip
     return chosen, encoder.encode(["a"], chosen).shape[-1]
+
+
+@dataclass(eq=False)
+class CaptionedImages(Dataset[Any]):
+    """Images with the contexts of their captions in the place of labels."""
+
+    images: Any  # a data set whose items have captions
+    numbers: dict[str, int]  # of the captions
+    contexts: Tensor | None  # float16 [captions, T, S]; None: items have the captions themselves
+
+    @property
+    def digest(self) -> str:
+        """What tells other data apart: captions, since contexts differ a little by hardware."""
+        return "" if self.contexts is None else digest_items(replace(self, contexts=None))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Return (image, context). Raises ValueError if the image or its caption cannot be read."""
+        caption = self.images.caption(index)
+        if caption not in self.numbers:
+            raise ValueError("its caption has changed since the start.")
+        is_text = self.contexts is None
+        condition = caption if is_text else self.contexts[self.numbers[caption]]
+        return self.images[index][0], condition
+
+    def item_name(self, index: int) -> str:
+        """Return the name of item `index` for logs."""
+        return str(self.images.item_name(index))
+
+    def stored(self, index: int) -> bytes:
+        """Return the bytes of the file of picture `index`."""
+        content: bytes = self.images.stored(index)
+        return content
+
+
+def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
+    """Return data whose items have the contexts of their captions in the place of labels, as those
+    of a table that tread-zoo encode writes.
+
+    They are computed on this process's device and kept in the cache folder, by captions, encoder
+    and length, for all processes of a machine and later runs.
+
+    Args:
+        data: images with captions.
+        name: as of `load_text_encoder`.
+        length: embeddings per caption; None is the number of the longest caption, 77 at most.
+
+    Raises:
+        ValueError: as of `load_text_encoder` and `caption_shape`.
+    """
+    encoder = load_text_encoder(name)
+    shape = caption_shape(data, encoder, length)
+    parts: dict[str, Any] = {"train": data.train, "held_out": data.held_out}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    texts = sorted({_caption(part, i) for part in parts.values() for i in range(len(part))})
+    key = hashlib.sha256(json.dumps([encoder.metadata, shape, texts]).encode()).hexdigest()
+    file = cache_folder() / f"contexts-{key[:16]}.bin"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            encoder.network.to(local_device())
+            with written_whole(file) as stream:
+                for start in progress("captions", range(0, len(texts), _BATCH), " batches"):
+                    contexts = encoder.encode(texts[start : start + _BATCH], shape[0])
+                    stream.write(as_bytes(as_half(contexts)))
+    size = len(texts) * math.prod(shape)
+    contexts = torch.from_file(str(file), size=size, dtype=torch.float16).view(-1, *shape)
+    numbers = {text: number for number, text in enumerate(texts)}
+    captioned = {name: CaptionedImages(part, numbers, contexts) for name, part in parts.items()}
+    return replace(
+        data, **captioned, num_classes=0, class_names=(), context=shape,
+        text_encoder={"name": encoder.name, **encoder.metadata},
+    )  # fmt: skip
 
 
 def _caption(part: Any, index: int) -> str:

@@ -235,7 +235,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
-    fixed = {f for f in fields if f.partition(".")[0] in _KEPT} - {"data.vae"}  # it may have moved
+    moved = {"data.vae", "data.text_encoder"}  # other ones are found by their weights
+    fixed = {f for f in fields if f.partition(".")[0] in _KEPT} - moved
     wrong = [text for field, text in fields.items() if field in fixed]
     if wrong and not config.resume_changed:
         raise CheckpointError(

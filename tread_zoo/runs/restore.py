@@ -135,8 +135,8 @@ class Restored:
         data = self.checkpoint.meta.get("data", {})
         if "text_encoder" not in data:
             raise ValueError(
-                f"{self.checkpoint.path} was not trained on captions that tread-zoo encode "
-                "text_encoder=… made contexts of, and takes no prompt."
+                f"{self.checkpoint.path} was not trained on captions (data.text_encoder=…), and "
+                "takes no prompt."
             )
         encoder = load_text_encoder(name or data["captions_by"])
         if encoder.metadata != data["text_encoder"]:
