@@ -20,25 +20,29 @@ If it is interrupted, the same command again encodes the missing parts.
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from tread_zoo.checkpoint_config import EncodingConfig
 from tread_zoo.cli import command
-from tread_zoo.data.encode import EncodingConfig, Extract, encode
-from tread_zoo.data.text import load_text_encoder
-from tread_zoo.data.vae import load_vae
-from tread_zoo.evaluation.features import find_extractor
 from tread_zoo.fields import check
-from tread_zoo.registry import create
-from tread_zoo.runtime import describe_device, local_device, resolve_precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from tread_zoo.data.encode import Extract
 
 logger = logging.getLogger(__name__)
 
 
 @command("encode", EncodingConfig)
 def main(settings: dict[str, Any]) -> None:
-    config = check(EncodingConfig, settings)
+    config = check(EncodingConfig, settings)  # before torch is imported, which takes seconds
+    from tread_zoo.data.encode import encode
+    from tread_zoo.data.text import load_text_encoder
+    from tread_zoo.data.vae import load_vae
+    from tread_zoo.registry import create
+    from tread_zoo.runtime import describe_device, local_device, resolve_precision
+
     device = local_device(config.device)
     precision = resolve_precision(config.precision, device)
     rank, num_ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
@@ -66,8 +70,10 @@ def main(settings: dict[str, Any]) -> None:
         logger.info("%-9s data=%s data.path=%s", "done", source, config.out)
 
 
-def _load_extractor(config: EncodingConfig, device: torch.device) -> tuple[str, Extract]:
+def _load_extractor(config: EncodingConfig, device: "torch.device") -> "tuple[str, Extract]":
     """Return the extractor's label, and a function from images to its feature maps."""
+    from tread_zoo.evaluation.features import find_extractor
+
     weights = (config.inception_weights, config.dinov2_weights)
     extractor = find_extractor(str(config.features), *weights)
     network = extractor.load(["feature_map"], device)

@@ -9,7 +9,7 @@ import ast
 import runpy
 import sys
 
-from tread_zoo.cli import CONFIGS, SCRIPTS
+from tread_zoo.cli import CONFIGS, SCRIPTS, errors_in_one_line
 from tread_zoo.errors import unknown_name
 from tread_zoo.version import __version__
 
@@ -45,12 +45,11 @@ complete -o nospace -o default -F _tread_zoo tread-zoo
 def main() -> None:
     """Run the script named first; the other words are its arguments."""
     name, *words = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
-        print(overview())
-    elif name == "--version":
-        print(__version__)
-    elif name == "--shell-completion":
-        print(COMPLETION)
+    texts = {"-h": overview, "--help": overview, "--version": lambda: __version__,
+             "--shell-completion": lambda: COMPLETION}  # fmt: skip
+    if name in texts:
+        with errors_in_one_line():
+            print(texts[name]())
     elif name in COMMANDS:
         sys.argv[1:] = words
         runpy.run_path(str(SCRIPTS / f"{COMMANDS[name]}.py"), run_name="__main__")

@@ -1,14 +1,15 @@
-"""Settings of the commands on trained networks. They do not import the commands, so `--help` and
+"""Settings of commands other than train. They do not import what the commands do, so `--help` and
 errors in settings do not wait for torch.
 """
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from tread_zoo.config import Weights
-from tread_zoo.fields import OPTIONS, Device
+from tread_zoo.config import Weights, part_type
+from tread_zoo.fields import OPTIONS, Device, Fraction
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -61,3 +62,51 @@ class EvaluateConfig(CheckpointConfig):
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None):
             raise ValueError("name what to score: either checkpoint=… or samples=…")
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class EncodingConfig:
+    """Settings of tread-zoo encode.
+
+    Args:
+        plugins: as of `RunConfig`.
+        data: a source of images.
+        vae: a diffusers autoencoder, a folder or a name on the hub; none keeps the images.
+        text_encoder: CLIP's text encoder or T5's, a folder or a name of transformers on the hub,
+            which makes contexts of the captions; null: none.
+        text_length: embeddings per caption, of which longer ones are cut; null is the number of the
+            longest caption, 77 at most.
+        features: an extractor, as evaluation.extractor, whose features are stored for `alignment`;
+            null: none.
+        inception_weights, dinov2_weights: as of `EvaluationConfig`.
+        out: folder of the table; the same command continues a stopped encoding.
+        content: moments stores mean and logvar, of which training draws; samples draws once; mode
+            stores the mean; auto is moments where the autoencoder has them, else mode.
+        flips: encode mirrored images, too, for training.horizontal_flip.
+        dtype: type of stored latents.
+        batch_size: images per batch.
+        part_size: images per file.
+        num_workers: processes that read images.
+        max_corrupt_share: fraction of the images that may be unreadable; they are left out.
+        device: as of `RunConfig`.
+        precision: of the autoencoder and the text encoder.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: part_type("image_folder") = "image_folder"  # type: ignore[valid-type]
+    vae: str
+    text_encoder: str | None = None
+    text_length: PositiveInt | None = None
+    features: str | None = None
+    inception_weights: str | None = None
+    dinov2_weights: str | None = None
+    out: str
+    content: Literal["auto", "moments", "samples", "mode"] = "auto"
+    flips: bool = False
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    batch_size: PositiveInt = 16
+    part_size: PositiveInt = 4000
+    num_workers: Annotated[NonNegativeInt, Field(le=1024)] = 0
+    max_corrupt_share: Fraction = 0.01
+    device: Device = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"

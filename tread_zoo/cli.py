@@ -191,7 +191,8 @@ def errors_in_one_line(
 ) -> Iterator[None]:
     """Print an error in one line and exit with `status`; after Ctrl-C print `stopped` and exit with
     130. In a sweep an error ends only its job, and hydra exits with 1. With `traceback`, errors are
-    raised unchanged. Characters that the locale cannot show are printed as escape codes."""
+    raised unchanged. Characters that the locale cannot show are printed as escape codes. If nobody
+    reads the output any more, as after `| head`, exit silently with 141, a shell's SIGPIPE."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not in a notebook
             stream.reconfigure(errors="backslashreplace")
@@ -200,7 +201,10 @@ def errors_in_one_line(
         return
     try:
         yield
+        sys.stdout.flush()
     except (ValueError, FloatingPointError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            sys.exit(141)
         sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         if sweeping and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             logger.error("error: %s", error)
@@ -210,6 +214,17 @@ def errors_in_one_line(
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)
         sys.exit(130)
+
+
+def _nobody_reads() -> bool:
+    """Return whether the reader of the standard output has left; it then goes nowhere. Otherwise a
+    broken pipe was another one, such as a connection, and there is an empty line."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
+        return True
+    return False
 
 
 @contextmanager

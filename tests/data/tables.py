@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tread_zoo.checkpoint_config import EncodingConfig
 from tread_zoo.data import ArrayDataset, ImageData
-from tread_zoo.data.encode import EncodingConfig, encode
+from tread_zoo.data.encode import encode
 
 SHAPE = (3, 4)  # T, S of contexts
 LENGTHS = (2, 1, 3, 2, 1, 2, 1, 2)  # embeddings of an image, as they are before filling up

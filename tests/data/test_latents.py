@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from tests.data.tables import Stub, image_data, write_latents
 from tests.data.vaes import save_vaes
+from tread_zoo.checkpoint_config import EncodingConfig
 from tread_zoo.data import to_model_range, to_uint8
-from tread_zoo.data.encode import EncodingConfig, encode, write_table
+from tread_zoo.data.encode import encode, write_table
 from tread_zoo.data.latents import imported_codec, latents, restore_codec
 from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.registry import create

@@ -12,7 +12,8 @@ from PIL import Image
 
 from tests.data.tables import flat, picture_table, png
 from tests.data.text_encoders import ENCODERS, save_t5
-from tread_zoo.data.encode import EncodingConfig, encode
+from tread_zoo.checkpoint_config import EncodingConfig
+from tread_zoo.data.encode import encode
 from tread_zoo.data.loader import CorruptItem, read_item
 from tread_zoo.data.text import load_text_encoder
 from tread_zoo.registry import create

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -259,3 +261,17 @@ def test_every_script_is_a_command_and_a_wrong_one_is_told_the_nearest(tmp_path)
     wrong = run_python("-m", "tread_zoo", "trian", cwd=tmp_path)
     assert wrong.returncode == 1
     assert "'train'" in wrong.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have no such pipes")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["list"]])
+def test_a_command_ends_silently_when_its_output_is_no_longer_read(words, unbuffered):
+    read, write = os.pipe()
+    os.close(read)  # as `| head` does
+    done = subprocess.run(
+        [sys.executable, "-m", "tread_zoo", *words], cwd=ROOT, stdout=write, timeout=120,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -9,7 +9,8 @@ from tests.data.vaes import save_vaes
 from tests.processes import run_python
 from tests.small_run import parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
-from tread_zoo.data.encode import EncodingConfig, encode, write_table
+from tread_zoo.checkpoint_config import EncodingConfig
+from tread_zoo.data.encode import encode, write_table
 from tread_zoo.data.vae import load_vae
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.registry import create

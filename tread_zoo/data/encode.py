@@ -15,16 +15,14 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tread_zoo.config import part_type
+from tread_zoo.checkpoint_config import EncodingConfig
 from tread_zoo.data.bucket import read_part
 from tread_zoo.data.contexts import as_half
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
@@ -34,7 +32,6 @@ from tread_zoo.data.latents import SPLITS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.text import TextEncoder, caption_shape
 from tread_zoo.data.vae import Vae
-from tread_zoo.fields import OPTIONS, Device, Fraction
 from tread_zoo.progress import progress
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -45,54 +42,6 @@ PSNR_IMAGES = 16
 # latent [B,K,C',h,w] or image [B,1,C,H,W], label [B], perhaps context [B,T,S], features [B,K,S,h,w]
 Columns = dict[str, Tensor]
 Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float32 [B,S,h,w]
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class EncodingConfig:
-    """Settings of tread-zoo encode.
-
-    Args:
-        plugins: as of `RunConfig`.
-        data: a source of images.
-        vae: a diffusers autoencoder, a folder or a name on the hub; none keeps the images.
-        text_encoder: CLIP's text encoder or T5's, a folder or a name of transformers on the hub,
-            which makes contexts of the captions; null: none.
-        text_length: embeddings per caption, of which longer ones are cut; null is the number of the
-            longest caption, 77 at most.
-        features: an extractor, as evaluation.extractor, whose features are stored for `alignment`;
-            null: none.
-        inception_weights, dinov2_weights: as of `EvaluationConfig`.
-        out: folder of the table; the same command continues a stopped encoding.
-        content: moments stores mean and logvar, of which training draws; samples draws once; mode
-            stores the mean; auto is moments where the autoencoder has them, else mode.
-        flips: encode mirrored images, too, for training.horizontal_flip.
-        dtype: type of stored latents.
-        batch_size: images per batch.
-        part_size: images per file.
-        num_workers: processes that read images.
-        max_corrupt_share: fraction of the images that may be unreadable; they are left out.
-        device: as of `RunConfig`.
-        precision: of the autoencoder and the text encoder.
-    """
-
-    plugins: tuple[str, ...] = ()
-    data: part_type("image_folder") = "image_folder"  # type: ignore[valid-type]
-    vae: str
-    text_encoder: str | None = None
-    text_length: PositiveInt | None = None
-    features: str | None = None
-    inception_weights: str | None = None
-    dinov2_weights: str | None = None
-    out: str
-    content: Literal["auto", "moments", "samples", "mode"] = "auto"
-    flips: bool = False
-    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    batch_size: PositiveInt = 16
-    part_size: PositiveInt = 4000
-    num_workers: Annotated[NonNegativeInt, Field(le=1024)] = 0
-    max_corrupt_share: Fraction = 0.01
-    device: Device = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
 
 
 def encode(
