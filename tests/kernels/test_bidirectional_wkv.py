@@ -1,13 +1,23 @@
-"""The bidirectional WKV: torch form equals the formula in output and gradients, near and far."""
+"""The bidirectional WKV equals its formula in output and gradients, near and far."""
+
+import shutil
 
 import pytest
 import torch
 
 from tests.kernels.ops import OPS, make_positions, relative_error, run
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
-from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
+from tread_zoo.kernels.compiled import COMPILERS
 
-make_inputs = OPS["bidirectional_wkv"].inputs
+WKV = OPS["bidirectional_wkv"]
+make_inputs = WKV.inputs
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def fast_form(request):
+    if request.param == "compiled" and not any(map(shutil.which, COMPILERS)):
+        pytest.skip("needs a C compiler")
+    return WKV.form(request.param)
 
 
 @pytest.mark.parametrize("subset", [False, True])
@@ -15,14 +25,14 @@ make_inputs = OPS["bidirectional_wkv"].inputs
     ("reach", "keys"),
     [(0, 1), (3, 8), (-3, 7), (1000, 8), (1e6, 1), (0, 25), (-3, 25), (1e6, 25), (-25, 7)],
 )
-def test_long_decays_and_large_keys_stay_exact(reach, keys, subset) -> None:
+def test_long_decays_and_large_keys_stay_exact(fast_form, reach, keys, subset) -> None:
     """Log-decays that sum to -1000 and more, none at all, and growth by e^25, with keys of ±50."""
     shape, length = (2, 61, 16), 256 if subset else 61  # no whole number of chunks
     positions = make_positions(2, 61, 256) if subset else None
     exact = make_inputs(shape, reach=reach, keys=keys)
     truth = run(bidirectional_wkv_naive, exact, positions, length)
     inputs = make_inputs(shape, torch.float32, reach=reach, keys=keys)
-    ours = run(bidirectional_wkv_torch, inputs, positions, length)
+    ours = run(fast_form, inputs, positions, length)
     assert (ours[0] - truth[0]).abs().max() <= 2e-5
     for mine, true in zip(ours[1:], truth[1:], strict=True):
         assert mine.isfinite().all()
@@ -34,7 +44,7 @@ def test_long_decays_and_large_keys_stay_exact(reach, keys, subset) -> None:
     ("keys", "bonus", "decay"),
     [(1, 0, 2), (0, -1, 2), (0.5, -0.2, -0.3)],
 )
-def test_channels_of_any_spread_are_exact(keys, bonus, decay, subset):
+def test_channels_of_any_spread_are_exact(fast_form, keys, bonus, decay, subset):
     """Weights of one channel from 1 to e^40, by keys, u and a negative w."""
     shape, length = (2, 40, 6), 90 if subset else 40
     positions = make_positions(2, 40, 90) if subset else None
@@ -46,13 +56,13 @@ def test_channels_of_any_spread_are_exact(keys, bonus, decay, subset):
     exact[2], exact[3] = decay * share, bonus * share
     inputs = [x.float().requires_grad_() for x in exact]
     truth = run(bidirectional_wkv_naive, [x.requires_grad_() for x in exact], positions, length)
-    ours = run(bidirectional_wkv_torch, inputs, positions, length)
+    ours = run(fast_form, inputs, positions, length)
     for mine, true in zip(ours, truth, strict=True):
         assert relative_error(mine, true) <= 1e-5
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e15])
-def test_gradients_of_any_size_are_exact(scale) -> None:
+def test_gradients_of_any_size_are_exact(fast_form, scale) -> None:
     """A loss may be scaled, and a gradient small."""
     exact = [x.detach() for x in make_inputs((2, 40, 6))]
     exact[0] = torch.linspace(-20, 19.9, 40, dtype=torch.float64).view(1, 40, 1).expand(2, 40, 6)
@@ -60,12 +70,13 @@ def test_gradients_of_any_size_are_exact(scale) -> None:
     inputs = [x.float().requires_grad_() for x in exact]
     exact = [x.requires_grad_() for x in exact]
     truth = run(lambda *args: scale * bidirectional_wkv_naive(*args), exact, None, 40)
-    ours = run(lambda *args: scale * bidirectional_wkv_torch(*args), inputs, None, 40)
+    ours = run(lambda *args: scale * fast_form(*args), inputs, None, 40)
     for mine, true in zip(ours, truth, strict=True):
-        assert relative_error(mine / scale, true / scale) <= 1e-5
+        assert relative_error(mine / scale, true / scale) <= 3e-5  # ∂u nearly cancels
 
 
-def test_one_token_gives_its_value() -> None:
-    out, *grads = run(bidirectional_wkv_torch, make_inputs((2, 1, 3)), torch.tensor([[4], [0]]), 9)
-    torch.testing.assert_close(out, make_inputs((2, 1, 3))[1].detach())
-    assert all(grads[i].abs().max() <= 1e-12 for i in (0, 2, 3))
+def test_one_token_gives_its_value(fast_form) -> None:
+    inputs = make_inputs((2, 1, 3), torch.float32)
+    out, *grads = run(fast_form, inputs, torch.tensor([[4], [0]]), 9)
+    torch.testing.assert_close(out, inputs[1].detach())
+    assert all(grads[i].abs().max() <= 1e-6 for i in (0, 2, 3))

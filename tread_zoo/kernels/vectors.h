@@ -89,3 +89,35 @@ static inline Vector exp2_of(Vector x) {
     p = p * f + 1.0f;
     return (Vector)((Ints)((Bits)p + ((Bits)shifted << 23)) & ~tiny);
 }
+
+static inline Vector exp_of(Vector x) { return exp2_of(x * (1 / LN_2)); }
+
+/* `a` where the mask is set, else `b`. */
+static inline Vector choose(Ints mask, Vector a, Vector b) {
+    return (Vector)(((Ints)a & mask) | ((Ints)b & ~mask));
+}
+
+static inline Vector minus_abs(Vector x) { return (Vector)((Ints)x | INT32_MIN); }
+
+/* log(1 + x) of 0 ≤ x ≤ 1 within two ulps, NaN of NaN. */
+static inline Vector log1p_of(Vector x) {
+    const Vector zero = {0};
+    Vector p = zero - 0.0032440212f;
+    p = p * x + 0.019851444f;
+    p = p * x - 0.0569595f;
+    p = p * x + 0.106036514f;
+    p = p * x - 0.1530559f;
+    p = p * x + 0.19675939f;
+    p = p * x - 0.24954134f;
+    p = p * x + 0.33329964f;
+    p = p * x - 0.49999902f;
+    p = p * x + 1.0f;
+    return p * x;
+}
+
+/* log x of a normal number, NaN of what is not finite; next to 1 within a rounding of 1. */
+static inline Vector log_of(Vector x) {
+    Ints bits = (Ints)x, exponent = (bits >> 23) - 127;
+    Vector fraction = (Vector)((bits & 0x7fffff) | 0x3f800000) - 1.0f;
+    return __builtin_convertvector(exponent, Vector) * LN_2 + log1p_of(fraction) + x * 0.0f;
+}

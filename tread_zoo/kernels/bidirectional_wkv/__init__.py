@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.bidirectional_wkv.compiled_form import WKV_C, bidirectional_wkv_compiled
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
 from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton
@@ -28,6 +29,7 @@ def _example(
 register(
     "bidirectional_wkv",
     [
+        Implementation("compiled", bidirectional_wkv_compiled, WKV_C),
         Implementation("triton", bidirectional_wkv_triton, TRITON),
         Implementation("torch", bidirectional_wkv_torch),
         Implementation("naive", bidirectional_wkv_naive),
