@@ -34,7 +34,7 @@ NEEDS = {  # what an option needs beside itself
     "diffusers": ["backbone.cls=SD3Transformer2DModel"],
     "edm_stochastic": ["objective=edm"],
     "auto": ["guidance.weak_checkpoint=x"],
-    "parts": ["guidance.drop_label=true"],
+    "custom": ["guidance.drop_label=true"],
     "sparse_auto": ["guidance.weak_checkpoint=x"],
 }
 FROM_A_PATH = ("hf", "image_folder", "latents", "table", "npz", "webdataset")
@@ -78,6 +78,12 @@ def test_options_without_a_name_are_those_of_the_default_part():
     config = compose("optimizer.weight_decay=0.1", "data.held_out=0.5")
     assert (config.optimizer["name"], config.optimizer["weight_decay"]) == ("adamw", 0.1)
     assert config == make_config(optimizer={"weight_decay": 0.1}, data={"held_out": 0.5})
+
+
+def test_a_bypass_rate_is_a_selection_rate():
+    config = compose("routing.bypass_rate=0.3", "sampler.bypass_rate=0.2")
+    assert config.routing["selection_rate"] == 0.3
+    assert config.sampler["selection_rate"] == 0.2
 
 
 def test_a_value_may_name_a_setting_that_is_not_given():
@@ -190,6 +196,8 @@ def check_error(make, words):
         ("cfg=2", ["guidance.scale?"]),
         ("objective=rectified_flow", ["'flow'?"]),
         ("sampler=ddim", ["'euler'?"]),
+        ("guidance=parts", ["'custom'?"]),
+        ("objective.second_level=0.25", ["objective.second_level_fraction"]),
         ("routing.rate=0.5", ["routing.selection_rate?"]),
         ("data.path=x", ["data.path is no setting of data=digits", "image_folder"]),
         ("routing=none routing.selection_rate=0.25", ["routing=none", "tread"]),

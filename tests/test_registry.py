@@ -12,8 +12,8 @@ from tread_zoo import available, create, create_backbone, list_backbones, regist
 from tread_zoo.config import make_config
 from tread_zoo.registry import KINDS, check_plugins, complete, get_entry
 
-# Trackers need their packages, and guidance=parts something that the weak prediction lacks.
-NOT_BY_ITSELF = {*available("tracker"), "parts"} - {"local"}
+# Trackers need their packages, and guidance=custom something that the weak prediction lacks.
+NOT_BY_ITSELF = {*available("tracker"), "custom"} - {"local"}
 SMALL = {"input_size": 8, "in_channels": 1, "num_classes": 10}
 
 

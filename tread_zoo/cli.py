@@ -165,7 +165,8 @@ def check_words(words: Sequence[str], config: type) -> argparse.Namespace:
 
 def readable(word: str) -> str:
     """Return an override, with its value quoted if hydra's grammar cannot read it, such as a path
-    with `ü` or `=`."""
+    with `ü` or `=`. `bypass_rate` becomes `selection_rate`, TREAD's name for it."""
+    word = re.sub(r"^(routing|sampler)\.bypass_rate=", r"\1.selection_rate=", word)
     field, equals, value = word.partition("=")
     left_out = word.removeprefix("~")
     if left_out != word and left_out in KINDS and "none" in available(left_out):

@@ -394,7 +394,7 @@ def _auto_run_dir(config: RunConfig) -> str:
         required = {k: part[k] for k in {*entry.parameters()} - {*entry.defaults()} if k in part}
         try:
             complete(kind, {"name": part["name"], **required})
-        except ValueError:  # as guidance=parts, which needs one of its options
+        except ValueError:  # as guidance=custom, which needs one of its options
             required = {k: part[k] for k in entry.parameters() if k in part}
         parts[kind] = {"name": part["name"], **required}
         if part["name"] != usual_names[kind] and part["name"] not in names:

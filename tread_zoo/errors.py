@@ -47,6 +47,7 @@ USUAL_PARTS = _by_alias(
         "flow": "rectified_flow flow_matching fm cfm",
         "euler": "ddim ode",
         "dpmpp_2m": "dpm dpm_solver",
+        "custom": "parts",
         "image_folder": "imagenet folder imagefolder photos",
         "webdataset": "wds tar",
     }
@@ -58,6 +59,7 @@ INSTEAD = {
     "routing.path_drop_probability": "routing.path_drop of routing=sprint",
     "routing.reconstruction_weight": "routing=maskdit or routing=microdit",
     "routing.redraw": "routing=random_ltd",
+    "objective.second_level": "objective.second_level_fraction",
     **dict.fromkeys(
         ("text_encoder", "data.text_encoder"),
         "data.text_encoder=… of data=image_folder, hf or webdataset",

@@ -12,6 +12,7 @@ from tread_zoo.diffusion import (
     EDM,
     AutoGuidance,
     ClassifierFree,
+    CustomGuidance,
     EDMStochastic,
     Euler,
     FlowMatching,
@@ -20,7 +21,6 @@ from tread_zoo.diffusion import (
     ImageBatch,
     IntervalGuidance,
     NoGuidance,
-    PartsGuidance,
     PathDropGuidance,
     Problem,
     SamplingOptions,
@@ -112,7 +112,7 @@ def test_all_parts_together_are_the_formula(level, done):
         options = dict(zip(PARTS, values, strict=True))
         if not (label or path or checkpoint) and (strong_rate or not weak_rate):
             with pytest.raises(ValueError, match="strong_rate"):
-                PartsGuidance(**options)
+                CustomGuidance(**options)
             continue
         w, weak_rate, strong_rate = (
             value[1] + done * (value[2] - value[1]) if isinstance(value, tuple) else value
@@ -122,7 +122,7 @@ def test_all_parts_together_are_the_formula(level, done):
         of_label = torch.tensor([NULL, NULL]) if label else LABELS
         weak = (batch.weak if checkpoint else batch.backbone).gain(of_label, kept) * x + level
         strong = batch.backbone.gain(LABELS, [16 - 16 * strong_rate]) * x + level
-        found = PartsGuidance(**options).dx_dt(batch)(x, level.expand(2))
+        found = CustomGuidance(**options).dx_dt(batch)(x, level.expand(2))
         torch.testing.assert_close(found, weak + w * (strong - weak), rtol=1e-12, atol=1e-12)
 
 
@@ -130,7 +130,7 @@ def test_all_parts_together_are_the_formula(level, done):
     "kind",
     [
         ClassifierFree, IntervalGuidance,
-        lambda **options: PartsGuidance(drop_label=True, scale=("linear", 2.0, 0.0), **options),
+        lambda **options: CustomGuidance(drop_label=True, scale=("linear", 2.0, 0.0), **options),
     ],
 )  # fmt: skip
 def test_other_channels_are_not_guided(kind):
@@ -157,7 +157,7 @@ POINTS = [
 
 @pytest.mark.parametrize(("kind", "parts"), POINTS, ids=lambda value: type(value).__name__)
 def test_the_kinds_are_points_of_parts(kind, parts):
-    whole = PartsGuidance(**parts)
+    whole = CustomGuidance(**parts)
     for option in fields(whole):
         assert getattr(kind, option.name) == getattr(whole, option.name)
 
@@ -197,7 +197,7 @@ def test_a_rate_follows_the_fraction_of_steps(objective, sampler, rate, kept):
     """The same for every objective; where nothing is dropped one call is made."""
     levels = objective.levels(5)
     batch = batch_of(objective, levels=levels)
-    dx_dt = PartsGuidance(weak_rate=rate).dx_dt(batch)
+    dx_dt = CustomGuidance(weak_rate=rate).dx_dt(batch)
     sampler(Problem(dx_dt, objective, None), X, levels)
     expected = [call for k in kept for call in ([[k], []] if k else [[]])]
     assert [[route.num_kept for route in routes] for _, routes in batch.backbone.calls] == expected
@@ -261,7 +261,7 @@ def tiny(name="dit_tiny", **options):
         (SparseGuidance(routing={"name": "tread", "start": 3, "end": 40}), {}),
         (PathDropGuidance(), {}),
         (AutoGuidance(weak_checkpoint="x"), {}),
-        (PartsGuidance(weak_rate=0.5, drop_label=("interval", 0.5, 1.0)), {"num_classes": 0}),
+        (CustomGuidance(weak_rate=0.5, drop_label=("interval", 0.5, 1.0)), {"num_classes": 0}),
     ],
     ids=repr,
 )
@@ -333,7 +333,7 @@ def draw(network, options, indices, *, batch_size=8, objective=None, **more):
     return generate(network, objective or FlowMatching(), options, **more)
 
 
-RAMP = PartsGuidance(weak_rate=("cosine", 0.7, 0.3), drop_label=("interval", 0.5, 1.0))
+RAMP = CustomGuidance(weak_rate=("cosine", 0.7, 0.3), drop_label=("interval", 0.5, 1.0))
 
 
 @pytest.mark.parametrize(

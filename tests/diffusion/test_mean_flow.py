@@ -11,12 +11,12 @@ from tests.small_run import parts_of, settings, train_small
 from tread_zoo import available, create_backbone
 from tread_zoo.cli import compose_settings
 from tread_zoo.diffusion import (
+    CustomGuidance,
     Draw,
     FlowMatching,
     Mean,
     MeanFlow,
     NoGuidance,
-    PartsGuidance,
     SamplingOptions,
     generate,
     initial_noise,
@@ -188,7 +188,7 @@ def test_held_out_losses_of_other_targets_compare():
 def test_a_step_goes_by_the_mean(num_steps):
     """Equation 12, x_r = x_t - (t - r) u; guidance mixes means."""
     backbone, y, ones = _network(), torch.tensor([3, 7]), torch.ones(2)
-    for guidance, scale in ((NoGuidance(), 1), (PartsGuidance(scale=2.0, drop_label=True), 2)):
+    for guidance, scale in ((NoGuidance(), 1), (CustomGuidance(scale=2.0, drop_label=True), 2)):
         options = SamplingOptions(Mean(), num_steps, guidance=guidance)
         images = generate(
             backbone, MeanFlow(), options, indices=[0, 1], labels=y, seed=0, batch_size=2

@@ -137,9 +137,9 @@ def test_what_broadcasting_would_hide_is_refused(problem):
         ("guidance", "sparse", {"weak_rate": 1.0}),
         ("guidance", "sparse", {"selector": {"name": "blocks", "size": 0}}),
         ("guidance", "auto", {"weak_checkpoint": None}),
-        ("guidance", "parts", {"weak_rate": ["cosine", 0.6, 1.0]}),
-        ("guidance", "parts", {"weak_rate": ["linear", 0.6]}),
-        ("guidance", "parts", {"drop_label": ["interval", 0.2, 20]}),
+        ("guidance", "custom", {"weak_rate": ["cosine", 0.6, 1.0]}),
+        ("guidance", "custom", {"weak_rate": ["linear", 0.6]}),
+        ("guidance", "custom", {"drop_label": ["interval", 0.2, 20]}),
     ],
 )
 def test_wrong_options_are_named(kind, name, options):

@@ -38,13 +38,13 @@ def test_equal_times_are_plain(space):
 
 
 def test_without_a_second_level_nothing_changes():
-    given = [parts_of(settings(*more)) for more in ([], ["objective.second_level=0"])]
+    given = [parts_of(settings(*more)) for more in ([], ["objective.second_level_fraction=0"])]
     losses = [step_loss(one, next(one.batches(0, 1, 0)), 0).losses for one in given]
     assert torch.equal(*losses)
 
 
 def test_each_token_is_noised_at_its_own_time():
-    objective = FlowMatching(second_level=0.25)
+    objective = FlowMatching(second_level_fraction=0.25)
     x, draw = _draw(objective)
     t = objective.draw_token_levels(draw.level, 16, _generator(3, 1))
     given = []
@@ -65,7 +65,7 @@ def test_each_token_is_noised_at_its_own_time():
 
 def test_a_token_s_time_is_distributed_as_an_image_s():
     objective = FlowMatching(
-        second_level=0.25, time_distribution="logit_normal", logit_mean=0.5, shift=2.0
+        second_level_fraction=0.25, time_distribution="logit_normal", logit_mean=0.5, shift=2.0
     )
     level = objective.draw((20000, 1, 1, 1), _generator(20000)).level
     times = objective.draw_token_levels(level, 4, _generator(20000, 1))
@@ -80,7 +80,7 @@ def test_a_token_s_time_is_distributed_as_an_image_s():
 
 def test_training(tmp_path):
     """Routed and aligned to nothing: the draws are those of the step, and the run ends."""
-    overrides = ("objective.second_level=0.25", "routing=tread")
+    overrides = ("objective.second_level_fraction=0.25", "routing=tread")
     setup = parts_of(settings(*overrides))
     batch = next(setup.batches(0, 1, 0))
     first, again = (draw_step(setup, batch, 0, 0, torch.device("cpu"))[2] for _ in range(2))
@@ -92,10 +92,10 @@ def test_training(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
-        (["backbone=mamba_tiny"], "second_level"),
+        (["backbone=mamba_tiny"], "second_level_fraction"),
         (["routing=maskdit"], "maskdit"),
     ],
 )
 def test_what_a_second_level_does_not_fit_is_refused(overrides, word):
     with pytest.raises(ValueError, match=word):
-        parts_of(settings("objective.second_level=0.25", *overrides))
+        parts_of(settings("objective.second_level_fraction=0.25", *overrides))

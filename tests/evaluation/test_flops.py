@@ -16,12 +16,12 @@ from tread_zoo import create_backbone
 from tread_zoo.diffusion import (
     EDM,
     ClassifierFree,
+    CustomGuidance,
     Euler,
     FlowMatching,
     Heun,
     IntervalGuidance,
     NoGuidance,
-    PartsGuidance,
     PathDropGuidance,
     SamplingOptions,
     SparseAutoGuidance,
@@ -169,7 +169,7 @@ def routed(overrides):
     [
         "objective=mean_flow objective.guidance_scale=2 objective.guidance_mix=0.5",
         "objective=mean_flow objective.derivative=exact",
-        f"objective.second_level=0.25 {SELF_TAUGHT}",
+        f"objective.second_level_fraction=0.25 {SELF_TAUGHT}",
         "objective=edm routing=maskdit",
         "objective=edm routing=sprint routing.path_drop=0",
         "backbone=mamba routing=token_merging",
@@ -257,9 +257,9 @@ def test_path_drop_costs_what_is_left_and_counting_leaves_the_network_as_it_was(
 def test_what_changes_over_sampling_costs_the_calls_that_happen():
     """Of 5 steps the first guides nothing, the next two let 8 tokens bypass, two have no label."""
     routed, early = DIT(routes=[(1, 3, 8)]).forward, ("interval", 0.5, 0.0, 0.5)
-    later = PartsGuidance(drop_label=True, weak_rate=early, scale=("interval", 2.0, 0.25, 1.0))
+    later = CustomGuidance(drop_label=True, weak_rate=early, scale=("interval", 2.0, 0.25, 1.0))
     assert cost(later) == (9, 7 * DENSE + 2 * routed)
-    sparse = PartsGuidance(weak_rate=early)  # two steps have nothing to guide by
+    sparse = CustomGuidance(weak_rate=early)  # two steps have nothing to guide by
     assert cost(sparse) == (8, 5 * DENSE + 3 * routed)
 
 

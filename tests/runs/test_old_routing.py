@@ -85,6 +85,9 @@ def test_guidance_and_weights_move_to_their_places():
         "fusions.2_8.biases.1|exp_avg",
         "mask_tokens.2_8.tokens.0",
     ]
+    assert new_metadata({"config": {"guidance": {"name": "parts"}}}) == {
+        "config": {"guidance": {"name": "custom"}}
+    }
     expected = ["routing.weights.0", "routing.biases.1|exp_avg", "routing.tokens.0", "blocks.0.a"]
     assert list(new_keys(dict.fromkeys([*names, "blocks.0.a"]))) == expected
 
@@ -100,6 +103,8 @@ def aged(folder):
         "path_drop_probability": routing["path_drop"], "warm_start": 0.0,
         "selection_rate": routing["selection_rate"],
     }  # fmt: skip
+    meta["config"]["objective"]["second_level"] = 0.0
+    del meta["config"]["objective"]["second_level_fraction"]
     meta["backbone"] = {**meta["backbone"], "fusions": [[1, 3]]}
     del meta["backbone"]["routing"]
     for name in meta["sha256"]:

@@ -134,10 +134,10 @@ def test_a_run_stops_aligning_and_resumes_to_the_bit(run, table):
 SELF = ("alignment=self_flow", "alignment.hidden_size=16", "routing.start=1", "routing.end=3")
 
 
-@pytest.mark.parametrize("second_level", [0, 0.5])
-def test_the_averaged_network_is_the_encoder(second_level):
+@pytest.mark.parametrize("second_level_fraction", [0, 0.5])
+def test_the_averaged_network_is_the_encoder(second_level_fraction):
     """Kept tokens of a block are held to those of a later one at the cleaner time, by their ids."""
-    setup = parts_of(settings(*SELF, f"objective.second_level={second_level}"))
+    setup = parts_of(settings(*SELF, f"objective.second_level_fraction={second_level_fraction}"))
     teacher = parts_of(settings("seed=1")).backbone
     with torch.no_grad():
         for parameter in (*teacher.parameters(), *setup.backbone.parameters()):
@@ -187,7 +187,7 @@ def test_the_teacher_is_the_average_of_the_weights(run):
 
 
 def test_a_run_taught_by_its_average_resumes_to_the_bit(run):
-    given = [*SELF, "objective.second_level=0.25", "alignment.stop=0.6"]
+    given = [*SELF, "objective.second_level_fraction=0.25", "alignment.stop=0.6"]
     unbroken = run("unbroken", *given)
     rows = [row for row in read_metrics(unbroken) if "loss" in row]
     assert [row["step"] for row in rows if "alignment_loss" in row] == [2, 4]

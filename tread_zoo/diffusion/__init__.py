@@ -18,11 +18,11 @@ from tread_zoo.diffusion.grids import TimeGrid
 from tread_zoo.diffusion.guidance import (
     AutoGuidance,
     ClassifierFree,
+    CustomGuidance,
     Guidance,
     ImageBatch,
     IntervalGuidance,
     NoGuidance,
-    PartsGuidance,
     PathDropGuidance,
     SparseAutoGuidance,
     SparseClassifierFree,
@@ -53,10 +53,10 @@ from tread_zoo.diffusion.sampling import (
 )
 
 __all__ = [
-    "DDPM", "EDM", "AutoGuidance", "ClassifierFree", "DPMSolver2M", "Draw", "DxDt", "EDMStochastic",
-    "Euler", "FlowMatching", "FlowSDE", "Guidance", "Heun", "ImageBatch", "IntervalGuidance",
-    "Mean", "MeanFlow", "NoGuidance", "Objective", "PartsGuidance", "PathDropGuidance", "Predict",
-    "Problem", "Sampler", "SamplingOptions", "SparseAutoGuidance", "SparseClassifierFree",
-    "SparseGuidance", "TimeGrid", "build_sampling", "check_weak", "combine", "default_labels",
-    "generate", "initial_noise", "step_noise",
+    "DDPM", "EDM", "AutoGuidance", "ClassifierFree", "CustomGuidance", "DPMSolver2M", "Draw",
+    "DxDt", "EDMStochastic", "Euler", "FlowMatching", "FlowSDE", "Guidance", "Heun", "ImageBatch",
+    "IntervalGuidance", "Mean", "MeanFlow", "NoGuidance", "Objective", "PathDropGuidance",
+    "Predict", "Problem", "Sampler", "SamplingOptions", "SparseAutoGuidance",
+    "SparseClassifierFree", "SparseGuidance", "TimeGrid", "build_sampling", "check_weak", "combine",
+    "default_labels", "generate", "initial_noise", "step_noise",
 ]  # fmt: skip

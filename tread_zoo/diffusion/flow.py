@@ -58,7 +58,7 @@ class FlowMatching(AdditiveNoise):
         logit_mean: mean of logit(t) for "logit_normal"; above 0 trains more on noisier images.
         logit_std: standard deviation of logit(t) for "logit_normal".
         shift: shift of t in training; above 1 trains more on noisier images.
-        second_level: fraction of an image's tokens that train at a second t.
+        second_level_fraction: fraction of an image's tokens that train at a second t.
 
     Raises:
         ValueError: logit_mean or logit_std is set, but time_distribution does not use it.
@@ -71,7 +71,7 @@ class FlowMatching(AdditiveNoise):
     logit_mean: float = 0.0
     logit_std: PositiveFloat = 1.0
     shift: PositiveFloat = 1.0
-    second_level: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    second_level_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.0
 
     def __post_init__(self) -> None:
         has_logit = self.time_distribution == "logit_normal"
@@ -84,16 +84,16 @@ class FlowMatching(AdditiveNoise):
 
     def check_training(self, backbone: Backbone, label_dropout: float, routing: Method) -> None:
         """Raise `ValueError` if a second level does not fit the network or the routing."""
-        if self.second_level and not backbone.per_token_time:
+        if self.second_level_fraction and not backbone.per_token_time:
             raise ValueError(
-                f"objective.second_level={self.second_level} gives each token a time, and this "
-                "backbone has one for an image: take dit, sit, lightning_dit or another without "
-                "a token for the time, no registers, and labels in place of contexts."
+                f"objective.second_level_fraction={self.second_level_fraction} gives each token a "
+                "time, and this backbone has one per image: take dit, sit, lightning_dit or one "
+                "without a token for the time, no registers, and labels in place of contexts."
             )
-        if self.second_level and routing.splits_loss:
+        if self.second_level_fraction and routing.splits_loss:
             raise ValueError(
-                f"objective.second_level={self.second_level} and routing={routing.name}, which "
-                "splits the loss, exclude each other: leave one out."
+                f"objective.second_level_fraction={self.second_level_fraction} and "
+                f"routing={routing.name}, which splits the loss, exclude each other: leave one out."
             )
 
     @property
@@ -118,7 +118,7 @@ class FlowMatching(AdditiveNoise):
         time."""
         images = per_image_generator(generator, len(level))
         second = self.draw((len(level), 1, 1, 1), images).level
-        chosen = images.rand(num_tokens) < self.second_level
+        chosen = images.rand(num_tokens) < self.second_level_fraction
         return torch.where(chosen, second[:, None], level[:, None])
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:

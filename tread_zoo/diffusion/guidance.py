@@ -2,7 +2,7 @@
 
     d = d_weak + w (d_strong - d_weak)           w = 0: weak, w = 1: strong, w > 1: extrapolation
 
-The kinds differ in what the weak prediction lacks; `parts` has all options:
+The kinds differ in what the weak prediction lacks; `custom` has all options:
 
     cfg           the condition                                            arXiv 2207.12598
     interval      the condition, where low < level <= high                 arXiv 2404.07724
@@ -369,9 +369,9 @@ def sampled_method(part: str | dict[str, Any], trained: Method, stack: Stack) ->
     return method
 
 
-@register("guidance", "parts")
+@register("guidance", "custom")
 @dataclass(frozen=True, kw_only=True)
-class PartsGuidance(_Options):
+class CustomGuidance(_Options):
     """The weak prediction lacks what is set here; the strong one is the network with its label.
 
     A rate or the scale may change with the fraction p of sampling that is done
@@ -413,7 +413,7 @@ class PartsGuidance(_Options):
     high: NonNegativeFloat | None = None
 
 
-# Special cases; see `PartsGuidance` for their fields ---------------------------------------------
+# Special cases; see `CustomGuidance` for their fields ---------------------------------------------
 
 
 @register("guidance", "cfg")
@@ -459,7 +459,7 @@ class AutoGuidance(_Options):
 @dataclass(frozen=True, kw_only=True)
 class PathDropGuidance(_Options):
     """The weak prediction skips the blocks of the fused ranges and has no label, as in SPRINT's
-    released sampler; `parts` can drop the path alone."""
+    released sampler; `custom` can drop the path alone."""
 
     drop_label = True
     drop_path = True

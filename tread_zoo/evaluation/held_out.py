@@ -23,8 +23,8 @@ from tread_zoo.seeding import make_image_generator
 HELD_OUT_IMAGES = 512
 # Fields of objectives that only matter in sampling, or only in training.
 _OF_SAMPLING = (
-    "sigma_min", "sigma_max", "rho", "second_level", "equal_fraction", "loss_power", "derivative",
-    "step", "guidance_scale", "guidance_mix",
+    "sigma_min", "sigma_max", "rho", "second_level_fraction", "equal_fraction", "loss_power",
+    "derivative", "step", "guidance_scale", "guidance_mix",
 )  # fmt: skip
 
 

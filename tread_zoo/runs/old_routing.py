@@ -53,11 +53,15 @@ def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a checkpoint with today's routing methods."""
+    """Return the metadata of a checkpoint with today's routing methods and names of settings."""
     config, backbone = metadata.get("config", {}), metadata.get("backbone", {})
     if "routing" in config:
         config["routing"] = new_routing(config["routing"])
-    guidance = config.get("guidance", {})
+    guidance, objective = config.get("guidance", {}), config.get("objective", {})
+    if guidance.get("name") == "parts":
+        guidance["name"] = "custom"
+    if "second_level" in objective:
+        objective["second_level_fraction"] = objective.pop("second_level")
     ends = {key: guidance.pop(key) for key in ("start", "end", "selector") if key in guidance}
     if ends:
         plain = all(value == "auto" for value in ends.values())

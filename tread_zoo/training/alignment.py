@@ -107,8 +107,8 @@ class SelfFlow:
     """The cosine similarity of projected tokens to the averaged network's, as in Self-Flow (arXiv
     2603.06507). The projection differs: the authors' has the layers D -> 2D -> D.
 
-    The averaged network gets all tokens, without gradient; with `objective.second_level`, it gets
-    them at the less noisy of the image's two times. The authors use `objective.second_level=0.25`,
+    The averaged network gets all tokens, without gradient; with two noise levels, it gets them at
+    the less noisy of the image's two times. The authors use `objective.second_level_fraction=0.25`,
     layer 8 of 28, and the averaged network's layer 20.
 
     Args:

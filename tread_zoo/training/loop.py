@@ -406,7 +406,7 @@ def draw_step(
 def _draw(setup: Setup, shape: Sequence[int], generator: Mapping[str, ImageGenerator]) -> Draw:
     """Return the objective's draw for images of `shape`, by generators of two purposes."""
     draw = setup.objective.draw(shape, generator["noise"])
-    if getattr(setup.objective, "second_level", 0):
+    if getattr(setup.objective, "second_level_fraction", 0):
         levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
             draw.level, setup.backbone.num_tokens, generator["second level"]
         )

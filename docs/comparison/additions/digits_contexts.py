@@ -1,6 +1,6 @@
 """Write digits as pictures with contexts: two embeddings of width 16, drawn once for each class.
 
-python docs/comparison/parts/digits_contexts.py digits_contexts
+python docs/comparison/additions/digits_contexts.py digits_contexts
 """
 
 import sys
