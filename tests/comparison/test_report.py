@@ -165,6 +165,15 @@ def test_labels_are_unique_and_leave_out_what_most_settings_share(tmp_path, rout
     assert labels is None or found == [f"dit_tiny {label}" for label in labels]
 
 
+def test_an_option_that_one_run_sets_is_all_that_its_label_says(tmp_path):
+    name = "lightning_dit_tiny"
+    for number, option in enumerate(({}, {"window": 4}, {"qk_norm": False})):
+        write_run(tmp_path / "runs" / str(number), backbone={"name": name, **option})
+    settings = group_settings(read_runs(str(tmp_path / "runs" / "*")))
+    expected = [f"{name} dense{option}" for option in ("", ", window 4", ", qk_norm False")]
+    assert [setting.label for setting in settings] == expected
+
+
 def test_scores_of_two_protocols_are_not_ranked(tmp_path):
     write_run(tmp_path / "runs" / "a", values={"fid": 4.0})
     write_run(tmp_path / "runs" / "b", seed=1, values={"fid": 5.0}, protocol={

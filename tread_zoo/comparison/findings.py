@@ -142,25 +142,25 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
     """Return the settings in order of appearance. A label leaves out values that most settings
-    share."""
+    share, and options that no run with the same part has, such as those of another method."""
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # comparable for any type
     others = [f for f in fields if f not in ("backbone", "routing")]
     counts = values.groupby(["backbone", "routing"])[others].nunique()
     extra = [field for field in others if (counts[field] > 1).any()]
     distinct = values.drop_duplicates()
-    has_it = {f: runs[f].notna().loc[distinct.index] for f in extra}  # options differ by method
-    usual = {f: _most_have(distinct[f][has_it[f]]) for f in extra}
-    settings = list[Setting]()
+    unusual = pd.DataFrame({f: _is_unusual(runs, distinct, f) for f in extra}, distinct.index)
+    settings: list[Setting] = []
     for _, rows in runs.groupby([values[f] for f in fields], sort=False):
-        first, texts = rows.iloc[0], values.loc[rows.index[0]]
+        first, row = rows.iloc[0], rows.index[0]
         is_dense = first.routing == "none"
         name = f"{first.backbone} {'dense' if is_dense else first.routing}"
-        parts = {f: f"{f.rpartition('.')[2]} {_plain(first[f])}" for f in extra}
-        said = [f for f in extra if pd.notna(first[f]) and texts[f] != usual[f]]
-        label = ", ".join([name, *(parts[f] for f in said)])
-        if label in [setting.label for setting in settings]:
-            label = ", ".join([name, *parts.values()])
+        label = _label(name, first, [f for f in extra if unusual.at[row, f]])
+        twins = [s.runs.index[0] for s in settings if s.label == label]
+        if twins:
+            label = _label(
+                name, first, [f for f in extra if values.at[row, f] != values.at[twins[0], f]]
+            )
         same = sum(setting.label.partition(" #")[0] == label for setting in settings)
         label += f" #{same + 1}" if same else ""  # paths that end alike
         choices = {f: first[f] for f in others if not f.startswith("routing")}
@@ -168,11 +168,27 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     return settings
 
 
+def _is_unusual(runs: pd.DataFrame, distinct: pd.DataFrame, field: str) -> pd.Series:
+    """Return for each setting whether a label says its value: most settings have another one."""
+    has_value, part = runs[field].notna().loc[distinct.index], field.rpartition(".")[0]
+    if part in distinct:  # a part that takes the option, even if it is not set
+        has_value = has_value.groupby(distinct[part]).transform("any")
+    return has_value & (distinct[field] != _most_have(distinct[field][has_value]))
+
+
+def _label(name: str, run: pd.Series, fields: Sequence[str]) -> str:
+    """Return a name with the values of some settings of a run."""
+    parts = (f"{f.rpartition('.')[2]} {_plain(run[f])}" for f in fields)
+    return ", ".join([name, *parts])
+
+
 def _plain(value: Any) -> str:
     """Return a setting's value as text: `{name:cfg,scale:1.5}` as `cfg scale 1.5`."""
     if isinstance(value, str) and value.startswith("{"):
         value = value.strip("{}").replace("name:", "").replace(",", " ").replace(":", " ")
         return printable(value)
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return "not set"
     return f"{value:g}" if isinstance(value, float) else printable(without_paths(str(value)))
 
 
