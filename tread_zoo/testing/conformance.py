@@ -22,12 +22,15 @@ from tread_zoo.routing import Select, Skip
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (
     BATCH,
+    Inputs,
     Probe,
     bypassed,
+    compilation_agrees,
     gradients_equal_differences,
     gradients_flow,
     output_and_gradients,
     raises,
+    recomputation_agrees,
     watching,
 )
 from tread_zoo.training.alignment import REPA
@@ -231,15 +234,8 @@ def check_gradients_equal_differences(probe: Probe) -> None:
 
 def check_recomputation(probe: Probe) -> None:
     """Activation checkpointing changes neither output nor gradients."""
-    backbone, results = probe.build(), []
-    for backbone.checkpoint_blocks in (0, 1):
-        routes = (probe.route(backbone),)
-        results.append(output_and_gradients(backbone, probe.inputs(), routes))
-    (out, grads), (again, again_grads) = results
-    assert torch.equal(out, again), "the output differs"
-    assert grads.keys() == again_grads.keys()
-    for name, grad in grads.items():
-        assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
+    backbone = probe.build()
+    recomputation_agrees(backbone, probe.inputs(), (probe.route(backbone),))
 
 
 def check_half_precision(probe: Probe) -> None:
@@ -269,18 +265,10 @@ def check_half_precision(probe: Probe) -> None:
 
 
 def check_compiles(probe: Probe) -> None:
-    """Compiled blocks (graph capture, no code generation) have the same output and gradients. A
-    routed block and the last one, which may take a skip, are compiled."""
+    """Compiled blocks have the same output and gradients: a routed block, and the last one, which
+    may take a skip."""
     backbone = probe.build()
-    inputs, routes = probe.inputs(), (probe.route(backbone),)
-    out, grads = output_and_gradients(backbone, inputs, routes)
-    torch.compiler.reset()
-    for index in (1, -1):
-        backbone.blocks[index].compile(backend="aot_eager")
-    again, again_grads = output_and_gradients(backbone, inputs, routes)
-    torch.testing.assert_close(out, again, atol=1e-5, rtol=1e-4)
-    for name, grad in grads.items():
-        torch.testing.assert_close(again_grads[name], grad, atol=1e-5, rtol=1e-3, msg=name)
+    compilation_agrees(backbone, probe.inputs(), (probe.route(backbone),), blocks=(1, -1))
 
 
 def check_meta(probe: Probe) -> None:
@@ -444,9 +432,7 @@ def check_contexts_stay_with_their_images(probe: Probe) -> None:
     _each_embedding_matters(backbone, contextual.inputs(), [everywhere])
 
 
-def _each_embedding_matters(
-    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Select]
-) -> None:
+def _each_embedding_matters(backbone: Backbone, inputs: Inputs, routes: Sequence[Select]) -> None:
     x, t, y = inputs
     assert y is not None
     out = backbone(x, t, y, routes=routes)

@@ -20,6 +20,7 @@ from tread_zoo.seeding import make_generator
 
 BATCH = 3
 CONTEXT_KEYWORDS = ("context_length", "context_size")
+Inputs = tuple[Tensor, Tensor, Tensor | None]  # x [B, C, H, W], t [B], y [B] or [B, T, S]
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Probe:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         return backbone
 
-    def inputs(self, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    def inputs(self, batch: int = BATCH, seed: int = 0) -> Inputs:
         """Return x [B, C, H, W], t [B], y [B] or [B, T, S]."""
         generator = make_generator("probe", seed)
         x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
@@ -147,9 +148,7 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
         del backbone.run_block
 
 
-def fresh_condition(
-    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], layout: Layout
-) -> Any:
+def fresh_condition(backbone: Backbone, inputs: Inputs, layout: Layout) -> Any:
     """Return the condition that a block with this layout gets for the inputs."""
     condition = backbone.embed(*inputs)[1]
     if layout.ids is not None:
@@ -160,7 +159,7 @@ def fresh_condition(
 
 def run_again(
     backbone: Backbone,
-    inputs: tuple[Tensor, Tensor, Tensor | None],
+    inputs: Inputs,
     call: BlockCall,
     change: Callable[[Tensor], Tensor],
     layout: Layout,
@@ -230,7 +229,7 @@ def bypassed(route: Select, num_tokens: int) -> Tensor:
 
 
 def output_and_gradients(
-    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Any
+    backbone: Backbone, inputs: Inputs, routes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the output, and the gradients of its mean square by parameter; clears `.grad`."""
     backbone.zero_grad()
@@ -239,6 +238,33 @@ def output_and_gradients(
     grads = {name: p.grad.clone() for name, p in backbone.named_parameters() if p.grad is not None}
     backbone.zero_grad()
     return out.detach(), grads
+
+
+def recomputation_agrees(backbone: Backbone, inputs: Inputs, routes: Sequence[Any]) -> None:
+    """Assert that activation checkpointing changes neither output nor gradients, to the bit."""
+    results = []
+    for backbone.checkpoint_blocks in (0, 1):
+        results.append(output_and_gradients(backbone, inputs, routes))
+    (out, grads), (again, again_grads) = results
+    assert torch.equal(out, again), "the output differs"
+    assert grads.keys() == again_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
+
+
+def compilation_agrees(
+    backbone: Backbone, inputs: Inputs, routes: Sequence[Any], blocks: Sequence[int]
+) -> None:
+    """Assert that compiled blocks (graph capture, no code generation) change neither output nor
+    gradients beyond rounding."""
+    out, grads = output_and_gradients(backbone, inputs, routes)
+    torch.compiler.reset()
+    for index in blocks:
+        backbone.blocks[index].compile(backend="aot_eager")
+    again, again_grads = output_and_gradients(backbone, inputs, routes)
+    torch.testing.assert_close(out, again, atol=1e-5, rtol=1e-4)
+    for name, grad in grads.items():
+        torch.testing.assert_close(again_grads[name], grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
 def gradients_flow(probe: Probe, backbone: Backbone, route: Any, idle: Sequence[int] = ()) -> None:
@@ -262,9 +288,7 @@ def gradients_flow(probe: Probe, backbone: Backbone, route: Any, idle: Sequence[
     assert (x.grad.abs().sum(dim=1) > 0).all(), "some pixels get no gradient"
 
 
-def gradients_equal_differences(
-    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Any]
-) -> None:
+def gradients_equal_differences(backbone: Backbone, inputs: Inputs, routes: Sequence[Any]) -> None:
     """Assert that gradients agree with finite differences along three random directions of inputs
     and parameters. The backbone is converted to float64."""
     backbone = backbone.double()
