@@ -114,5 +114,4 @@ class Hybrid(LightningBackbone):
         mixer, options = self._period[index % len(self._period)]
         kinds = [self._period[i % len(self._period)][0] for i in range(index)]
         heads = mixer.options_for_heads(self.hidden_size, self._num_heads)
-        made: Mixer = self.make_part(mixer, kinds.count(mixer), **{**heads, **options})
-        return made
+        return self.make_part(mixer, kinds.count(mixer), **{**heads, **options})

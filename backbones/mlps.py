@@ -41,5 +41,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, layout: Any) -> Tensor:
         gate, value = self.fc1(x).chunk(2, dim=-1)
-        out: Tensor = self.fc2(F.silu(gate) * value)
-        return out
+        return self.fc2(F.silu(gate) * value)

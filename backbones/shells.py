@@ -158,8 +158,7 @@ class Shell(Backbone, metaclass=CheckedInit):
         """Return the mixer of block `index`."""
         if self.mixer is None:
             raise TypeError(f"{type(self).__name__} has no mixer: set one in the class.")
-        mixer: Mixer = self.make_part(self.mixer, index)
-        return mixer
+        return self.make_part(self.mixer, index)
 
     def initialize(self) -> None:
         """Set every weight; called once, after all constructors.
@@ -222,8 +221,7 @@ class AdaLNBlock(nn.Module):
         """Return the mixed tokens, and the first value if this mixer sets it."""
         if not self.mixer.value_size:
             return self.mixer(x, prepared), None
-        mixed: tuple[Tensor, Tensor | None] = self.mixer(x, prepared, *values)
-        return mixed
+        return self.mixer(x, prepared, *values)
 
     def forward(
         self, streams: Streams, condition: Tensor, prepared: Any, context: Tensor | None = None
@@ -353,8 +351,7 @@ class AdaLNBackbone(Shell):
     ) -> Streams:
         block: Any = self.blocks[index]
         given, *context = condition if isinstance(condition, tuple) else (condition,)
-        after: Streams = block(streams, given, block.prepare(layout), *context)
-        return after
+        return block(streams, given, block.prepare(layout), *context)
 
     def head(self, streams: Streams, condition: Any) -> Tensor:
         condition = condition[0] if isinstance(condition, tuple) else condition
@@ -443,8 +440,7 @@ class ScanBackbone(Shell):
         self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
     ) -> Streams:
         block: Any = self.blocks[index]
-        after: Streams = block(streams, block.prepare(layout), skip)
-        return after
+        return block(streams, block.prepare(layout), skip)
 
     def head(self, streams: Streams, condition: Tensor) -> Tensor:
         delta, residual = (stream[:, self.num_extra_tokens :] for stream in streams)

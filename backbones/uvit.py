@@ -52,8 +52,7 @@ class UViTBlock(nn.Module):
     def forward(self, x: Tensor, skip: Tensor | None) -> Tensor:
         x = join_skip(x, skip, self.skip_proj)
         x = x + self_attention(self.norm1(x), self.qkv, self.proj, self.num_heads)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class UViT(Shell):

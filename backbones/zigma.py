@@ -36,8 +36,7 @@ class ZigMaBlock(nn.Module):
         self.fused_rows = {"modulation.weight": 3 * (hidden_size,)}
 
     def prepare(self, layout: Layout) -> Scan:
-        scan: Scan = self.mixer.prepare(layout)
-        return scan
+        return self.mixer.prepare(layout)
 
     def forward(self, streams: Streams, condition: Tensor, scan: Scan) -> Streams:
         (x,) = streams
@@ -58,8 +57,7 @@ class ZigMaHead(nn.Module):
         self.linear = nn.Linear(hidden_size, patch_size**2 * out_channels)
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
-        out: Tensor = self.linear(self.norms(tokens))
-        return out
+        return self.linear(self.norms(tokens))
 
     def zero(self) -> None:
         nn.init.zeros_(self.linear.weight)

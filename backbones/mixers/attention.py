@@ -63,5 +63,4 @@ class CrossAttention(nn.Module):
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for part in (self.q(self.norm(x)), *self.kv(context).chunk(2, dim=-1))
         )
-        out: Tensor = self.out(attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return self.out(attention(q, k, v).transpose(1, 2).flatten(2))

@@ -94,5 +94,4 @@ class BidirectionalGLA(ScanMixer):
         return scan.restore(project(self.out_proj, gated))
 
     def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
-        return heads
+        return x.unflatten(-1, (self.num_heads, -1))

@@ -83,5 +83,4 @@ class LinearAttention(Mixer):
         if self.norm is not None and self.gate is not None:
             mixed = self.norm(mixed.to(self.norm.weight.dtype))
             mixed = mixed * F.silu(self.gate(x)).unflatten(-1, (self.num_heads, -1))
-        out: Tensor = self.proj(mixed.flatten(2).to(v.dtype))
-        return out
+        return self.proj(mixed.flatten(2).to(v.dtype))

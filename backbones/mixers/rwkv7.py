@@ -240,8 +240,7 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, walk: GridWalk) -> Tensor:
         (blend,) = shift_and_blend(x, walk, self.own)
-        out: Tensor = self.value(F.relu(self.key(blend)).square())
-        return out
+        return self.value(F.relu(self.key(blend)).square())
 
     def initialize(self, num_blocks: int) -> None:
         """Start with half the token, half what is shifted in.

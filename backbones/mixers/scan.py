@@ -86,8 +86,7 @@ def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
     """Return `linear(x)`, with x in the precision that the weights are stored in."""
-    out: Tensor = linear(x.to(linear.weight.dtype))
-    return out
+    return linear(x.to(linear.weight.dtype))
 
 
 # Both directions ----------------------------------------------------------------------------------
@@ -100,8 +99,7 @@ def softplus(x: Tensor) -> Tensor:
     """
     is_slow = x.device.type == "cpu" and x.dtype == torch.float32
     fast = is_slow and not torch.compiler.is_compiling()
-    y: Tensor = _Softplus.apply(x) if fast else F.softplus(x)
-    return y
+    return _Softplus.apply(x) if fast else F.softplus(x)
 
 
 class _Softplus(torch.autograd.Function):

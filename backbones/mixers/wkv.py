@@ -52,8 +52,7 @@ class SpatialMix(ShiftingMixer):
         layers = (self.receptance, self.key, self.value)
         r, k, v = (layer(blend) for layer, blend in zip(layers, blends, strict=True))
         mean = self._mean(scan.permute(k), scan.permute(v), walk)
-        out: Tensor = self.output(torch.sigmoid(r) * scan.restore(mean))
-        return out
+        return self.output(torch.sigmoid(r) * scan.restore(mean))
 
     def _mean(self, k: Tensor, v: Tensor, walk: GridWalk) -> Tensor:
         """Return the WKV of a walk [B, L, D]. A mirrored copy of the context follows the walk, so
@@ -105,8 +104,7 @@ class ChannelMix(nn.Module):
     def forward(self, x: Tensor, walk: GridWalk) -> Tensor:
         r, k = shift_and_blend(x, walk, self.own)
         keys = F.relu(self.key(k)).square()
-        out: Tensor = torch.sigmoid(self.receptance(r)) * self.value(keys)
-        return out
+        return torch.sigmoid(self.receptance(r)) * self.value(keys)
 
     def initialize(self, num_blocks: int) -> None:
         """Start with half the token, half what is shifted in."""

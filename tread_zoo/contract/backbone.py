@@ -234,8 +234,7 @@ class Backbone(nn.Module, ABC):
         weight = self.context_embed.weight
         if y is None:
             y = weight.new_zeros(batch, self.context_length, self.context_size)
-        tokens: Tensor = self.context_embed(y.to(weight.dtype)) + self.context_positions
-        return tokens
+        return self.context_embed(y.to(weight.dtype)) + self.context_positions
 
     @cached_property
     @torch.no_grad()

@@ -55,8 +55,7 @@ class Layout:
         """Return what `make` returns, computed once for this layout."""
         if key not in self.cache:
             self.cache[key] = make()
-        out: T = self.cache[key]
-        return out
+        return self.cache[key]
 
     def positions(self) -> Tensor:
         """Return the raster positions of the tokens present, int64 [B, K]."""

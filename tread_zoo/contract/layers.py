@@ -118,8 +118,7 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         sinusoids = time_sinusoids(t, self.frequency_size, self.time_scale)
         # Angles need float32; the weights may have another dtype.
-        out: Tensor = self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
-        return out
+        return self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
 
 
 class LabelEmbedder(nn.Module):
@@ -134,8 +133,7 @@ class LabelEmbedder(nn.Module):
     def forward(self, y: Tensor | None, batch: int) -> Tensor:
         if y is None:
             return self.table.weight[-1].repeat(batch, 1)
-        out: Tensor = self.table(y)
-        return out
+        return self.table(y)
 
 
 def per_token(condition: Tensor) -> Tensor:
@@ -159,8 +157,7 @@ def join_skip(x: Tensor, skip: Tensor | None, linear: nn.Module | None) -> Tenso
     if linear is None:
         return x
     assert skip is not None, "the block loop gives a skip to each block in `skips`"
-    out: Tensor = linear(torch.cat([x, skip], dim=-1)).to(x.dtype)
-    return out
+    return linear(torch.cat([x, skip], dim=-1)).to(x.dtype)
 
 
 def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -> Tensor:
@@ -168,8 +165,7 @@ def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -
     batch, length, width = x.shape
     split = qkv(x).view(batch, length, 3, num_heads, width // num_heads)
     q, k, v = split.permute(2, 0, 3, 1, 4)
-    out: Tensor = proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
-    return out
+    return proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
 
 
 class Mlp(nn.Module):
@@ -184,8 +180,7 @@ class Mlp(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.activation(self.fc1(x)))
-        return out
+        return self.fc2(self.activation(self.fc1(x)))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -205,8 +200,7 @@ class AdaLNHead(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
-        out: Tensor = self.linear(modulate(self.norm(tokens), shift, scale))
-        return out
+        return self.linear(modulate(self.norm(tokens), shift, scale))
 
     def zero(self) -> None:
         """Set all weights to zero, so that the untrained network predicts exactly 0."""

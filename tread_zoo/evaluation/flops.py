@@ -125,8 +125,7 @@ def without_data(module: Module) -> Module:
 
 def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) -> Tensor:
     t = torch.empty(len(x), device=x.device)
-    out: Tensor = network(x, t, y, routes=routes)
-    return out
+    return network(x, t, y, routes=routes)
 
 
 @torch.inference_mode(False)

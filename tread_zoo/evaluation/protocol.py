@@ -53,8 +53,7 @@ class Protocol:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return plain
+        return json.loads(json.dumps(asdict(self)))
 
     @property
     def digest(self) -> str:

@@ -259,8 +259,7 @@ class Method:
         self, objective: Any, predict: Any, x: Tensor, draw: Any, crossings: Crossings, patch: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each image [B] and other values by name; see `Objective.loss`."""
-        out: tuple[Tensor, dict[str, Tensor]] = objective.loss(predict, x, draw)
-        return out
+        return objective.loss(predict, x, draw)
 
     @property
     def splits_loss(self) -> bool:

@@ -95,8 +95,7 @@ def make_scan(layout: Any, name: str, index: int) -> Scan:
         index: index of the layer, for orders that differ between layers.
     """
     index %= PERIODS.get(name, 1)
-    out: Scan = layout.cached(("scan", name, index), lambda: _make_scan(layout, name, index))
-    return out
+    return layout.cached(("scan", name, index), lambda: _make_scan(layout, name, index))
 
 
 def _make_scan(layout: Any, name: str, index: int) -> Scan:

@@ -15,7 +15,7 @@ B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens, D 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -157,7 +157,7 @@ class Skip(Crossing):
 
 def check_trained(
     crossings: Sequence[Crossing], span: tuple[int, int], kinds: tuple[type[Crossing], ...]
-) -> Sequence[Crossing]:
+) -> Sequence[Any]:
     """Return crossings for a network whose weights were trained to end one range of blocks.
 
     Raises:

@@ -18,13 +18,12 @@ import tread_zoo.testing.flow_checks as flow_checks
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.kernels.dispatch import plain_forms
 from tread_zoo.registry import available
-from tread_zoo.routing import Select, Skip
+from tread_zoo.routing import Select, Skip, bypassed_tokens
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (
     BATCH,
     Inputs,
     Probe,
-    bypassed,
     compilation_agrees,
     gradients_equal_differences,
     gradients_flow,
@@ -87,8 +86,7 @@ def check_conditions_matter(probe: Probe) -> None:
     x, t, y = probe.inputs(batch=1)
 
     def call(t: Tensor, y: Tensor | None) -> Tensor:
-        out: Tensor = backbone(x.expand(len(t), -1, -1, -1), t, y)
-        return out
+        return backbone(x.expand(len(t), -1, -1, -1), t, y)
 
     times = torch.linspace(0.1, 0.9, 5)
     condition = None if y is None else y.expand(5, *y.shape[1:])
@@ -171,7 +169,7 @@ def check_tokens_leave_and_rejoin(probe: Probe) -> None:
     route = probe.route(backbone)
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=[route])
-    out, extra = bypassed(route, backbone.num_tokens), backbone.num_extra_tokens
+    out, extra = bypassed_tokens([route], BATCH, backbone.num_tokens), backbone.num_extra_tokens
     left, entered = seen[route.start - 1].after, seen[route.start].before
     inside, rejoined = seen[route.end - 1].after, seen[route.end].before
     for full, kept, done, after in zip(left, entered, inside, rejoined, strict=True):
@@ -190,7 +188,7 @@ def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
     backbone = probe.build()
     route = probe.route(backbone, 0, backbone.num_blocks)
     x, t, y = probe.inputs()
-    out = bypassed(route, backbone.num_tokens).view(BATCH, 1, *backbone.grid)
+    out = bypassed_tokens([route], BATCH, backbone.num_tokens).view(BATCH, 1, *backbone.grid)
     pixels = out.repeat_interleave(backbone.patch_size, 2).repeat_interleave(backbone.patch_size, 3)
     with watching(backbone) as seen:
         backbone(x, t, y, routes=[route])
@@ -359,7 +357,7 @@ def check_times_of_tokens(probe: Probe) -> None:
     torch.testing.assert_close(backbone(x, each, y), backbone(x, t, y), atol=1e-5, rtol=1e-4)
     depth = backbone.num_blocks
     route = probe.route(backbone, 0, depth, rate=0.5)
-    out = bypassed(route, backbone.num_tokens)
+    out = bypassed_tokens([route], BATCH, backbone.num_tokens)
     with watching(backbone) as seen:
         for times in (each, torch.where(out, each + 0.1, each), torch.where(out, each, each + 0.1)):
             backbone(x, times, y, routes=[route])

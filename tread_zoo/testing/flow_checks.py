@@ -11,13 +11,12 @@ from torch.nn.functional import avg_pool2d
 
 from tread_zoo.contract.backbone import Backbone, Layout
 from tread_zoo.contract.crossing import gather, row_index
-from tread_zoo.routing import Select
+from tread_zoo.routing import Select, bypassed_tokens
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (
     BlockCall,
     Probe,
     advise,
-    bypassed,
     fresh_condition,
     run_again,
     shuffled_tokens,
@@ -35,7 +34,7 @@ def check_patches_stay_in_place(probe: Probe) -> None:
     the head reads all tokens and puts patches back in place."""
     backbone = probe.build()
     route = probe.route(backbone, 0, backbone.num_blocks, batch=1)
-    places = bypassed(route, backbone.num_tokens)[0].nonzero().flatten().tolist()
+    places = bypassed_tokens([route], 1, backbone.num_tokens)[0].nonzero().flatten().tolist()
     batch, p, width = len(places) + 1, backbone.patch_size, backbone.grid[1]
     x, t, y = (None if v is None else v.repeat(batch, *[1] * (v.ndim - 1)) for v in probe.inputs(1))
     assert x is not None

@@ -50,8 +50,7 @@ class MethodProbe:
     @property
     def method(self) -> Method:
         """The method."""
-        method: Method = create("routing", self.part)
-        return method
+        return create("routing", self.part)
 
     def build(self, method: Method | None = None, fresh: bool = False) -> Backbone:
         """Return the backbone with the method's weights. They are random or, if `fresh`, as the

@@ -222,12 +222,6 @@ def _differ(some: Streams, others: Streams) -> bool:
     )
 
 
-def bypassed(route: Select, num_tokens: int) -> Tensor:
-    """Return bool [B, N]: the tokens that bypass a route."""
-    out = torch.ones(len(route.ids), num_tokens, dtype=torch.bool)
-    return out.scatter(1, route.ids, False)
-
-
 def output_and_gradients(
     backbone: Backbone, inputs: Inputs, routes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:

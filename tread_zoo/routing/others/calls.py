@@ -9,7 +9,7 @@ B batch, N image tokens, K image tokens present, T other tokens of the same sequ
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,15 @@ class Call:
         return getattr(self.block, name)
 
 
-class Visit(NamedTuple):
+@dataclass(frozen=True)
+class Visit:
     """One call of a block within a crossing.
 
-    named: its arguments by name; `key` is the name of the argument with the tokens.
-    sequence: the tokens present, [B, K + T, D].
-    tokens: the image tokens among them, [B, K, D].
-    exit: what follows the crossing's last block; None after the crossing's first block.
+    Args:
+        named: its arguments by name; `key` is the name of the argument with the tokens.
+        sequence: the tokens present, [B, K + T, D].
+        tokens: the image tokens among them, [B, K, D].
+        exit: what follows the crossing's last block; None after the crossing's first block.
     """
 
     index: int
@@ -92,6 +94,7 @@ class Frame:
         self.routes, self.arguments, self.draws = routes, arguments, draws
         self.open, self.num_tokens = True, 0
         self.crossings: list[Crossing] | None = None
+        self.replaced: list[tuple[dict[str, Any], str, Any]] = []  # attributes, name, value before
         self.called: set[int] = set()
         self.passages: dict[int, Passage] = {}  # by the crossing's first block
         self.made: Any = WeakIdKeyDictionary()  # crossing in which a block returned a tensor
@@ -101,7 +104,7 @@ class Frame:
         """End the pass; recomputations may follow, which need the images' offsets."""
         offsets = self.routes.family.offsets
         self.arguments = {} if offsets is None else {"offsets": offsets(self.arguments)}
-        self.open = False
+        self.open, self.replaced = False, []
         for passage in self.passages.values():
             passage.exit = None
 
@@ -147,8 +150,7 @@ class Frame:
             )
         extra = 0 if index is None else self.routes.extra(self.arguments, x)
         self.num_tokens = x.shape[1] - extra
-        crossings: list[Crossing] = self.routes.draw(self.draws, x, self.num_tokens, self.arguments)
-        return crossings
+        return self.routes.draw(self.draws, x, self.num_tokens, self.arguments)
 
     def _check_call(self, index: int, x: Tensor, crossing: Crossing) -> None:
         """Raise `RuntimeError` if a route would silently give wrong results."""

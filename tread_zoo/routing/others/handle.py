@@ -57,7 +57,7 @@ class Routes:
         self.verdicts: dict[str, Verdict] = {}
         self.outputs: dict[type, list[str | None]] = {}
         self.single: dict[type, bool] = {}
-        self.frames: list[tuple[Frame | None, dict[str, Any]]] = []
+        self.frames: list[Frame | None] = []  # of passes that are running; None: not routed
         self.stack: Stack | None = None
         self.hooks = (
             network.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -131,7 +131,7 @@ class Routes:
     # A pass of the network ------------------------------------------------------------------------
 
     def _begin(self, network: nn.Module, args: Any, kwargs: Any) -> None:
-        self.frames.append((None, {}))  # `_end` also runs if this raises
+        self.frames.append(None)  # `_end` also runs if this raises
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "a routed network cannot be compiled as a whole, for each pass draws its tokens: "
@@ -139,37 +139,32 @@ class Routes:
             )
         if not self.on or not self._trains(network):
             return
-        frame, saved = self._open(network, args, kwargs)
-        self.frames[-1] = frame, saved
-
-    def _open(self, network: nn.Module, args: Any, kwargs: Any) -> tuple[Frame, dict[str, Any]]:
-        """Return the frame of a new pass, and the lists of blocks that it replaces."""
-        saved: dict[str, Any] = {}
         names = list(inspect.signature(type(network).forward).parameters)[1:]
         frame = Frame(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
+        self.frames[-1] = frame
         watched = [(name, None) for name in self.family.watch]
         for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
-            owner, name = _owner(network, path)
-            saved[path] = owner.__dict__.get(name)
+            parent, _, name = path.rpartition(".")
+            owner = network.get_submodule(parent)
             blocks: Any = owner._modules[name]
+            frame.replaced.append((owner.__dict__, name, owner.__dict__.get(name)))
             owner.__dict__[name] = [
                 Call(frame, None if first is None else first + i, block)
                 for i, block in enumerate(blocks)
             ]
-        return frame, saved
 
     def _end(self, network: nn.Module, args: Any, output: Any) -> None:
-        frame, saved = self.frames.pop()
-        for path, value in saved.items():
-            owner, name = _owner(network, path)
+        frame = self.frames.pop()
+        if frame is None:
+            return
+        for attributes, name, value in frame.replaced:
             if value is None:
-                del owner.__dict__[name]
+                del attributes[name]
             else:
-                owner.__dict__[name] = value  # from the enclosing pass
-        if frame is not None:
-            frame.close()
-            if output is not None:  # it is None when forward raised
-                frame.check_calls()
+                attributes[name] = value  # from the enclosing pass
+        frame.close()
+        if output is not None:  # it is None when forward raised
+            frame.check_calls()
 
     def _trains(self, network: nn.Module) -> bool:
         if not torch.is_grad_enabled():
@@ -378,11 +373,6 @@ def _lists(network: nn.Module, paths: Sequence[str]) -> list[str]:
             "own with enable_routing(blocks=…)."
         )
     return found
-
-
-def _owner(network: nn.Module, path: str) -> tuple[nn.Module, str]:
-    parent, _, name = path.rpartition(".")
-    return network.get_submodule(parent), name
 
 
 def _unwrap(network: nn.Module) -> nn.Module:
