@@ -24,7 +24,10 @@ GOLDEN = (
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the golden tests."""
+    """Mark the golden tests, and put files with slow ones first: at the end one worker would be at
+    such a file, and the others idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     here = Path(__file__).parent
     for item in items:
         place = os.path.relpath(item.path, here)  # the kit's tests lie elsewhere

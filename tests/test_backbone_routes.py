@@ -84,7 +84,7 @@ FEW = ("uvit_tiny", "mamba_tiny", "lightning_dit_tiny")  # skips, two streams, p
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(n, k, marks=() if k == "tread" or n in FEW else pytest.mark.slow)
+        pytest.param(n, k, marks=() if k == "tread" or n in FEW else pytest.mark.nightly)
         for n in SMALL
         for k in ROUTES
     ],

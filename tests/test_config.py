@@ -11,7 +11,6 @@ import torch
 
 from scripts.compare import CompareConfig
 from scripts.sample import SampleConfig
-from tests.processes import run_python
 from tests.small_run import fields_of
 from tread_zoo import available, create
 from tread_zoo.checkpoint_config import EvaluateConfig
@@ -369,19 +368,3 @@ def test_help_shows_settings_with_defaults_and_sentences_the_rare_ones_if_asked(
     assert re.search(r"routing.absent=token +what the map gets", part)
     assert re.search(r"optimizer.momentum=0.95 +as of torch", part)
     assert "sampler.shift=1.0" in part
-
-
-@pytest.mark.parametrize(
-    "word", ["--help", "sed=1", "training.num_step=3", "evaluation.num_images=0", "seed=x"]
-)
-def test_help_and_wrong_settings_do_not_wait_for_torch(word):
-    code = (
-        "import sys, runpy; sys.argv[0] = 'train.py'\n"
-        "try: runpy.run_path('scripts/train.py', run_name='__main__')\n"
-        "except SystemExit: pass\n"
-        "print('loaded:', [m for m in ('torch', 'numpy', 'pandas') if m in sys.modules])\n"
-    )
-    done = run_python("-c", code, word, cwd=ROOT, fresh=True)
-    assert "loaded: []" in done.stdout, done.stderr
-    said = done.stdout if word == "--help" else done.stderr
-    assert word.partition("=")[0].partition("--")[2] in said

@@ -28,17 +28,24 @@ def test_what_is_not_needed_is_not_imported(code, absent):
     assert not absent & set(done.stdout.split())
 
 
-def test_the_help_of_a_command_does_not_wait_for_torch():
+WRONG = ["sed=1", "training.num_step=3", "evaluation.num_images=0", "seed=x"]
+
+
+def test_help_and_wrong_settings_do_not_wait_for_torch():
     code = (
         "import runpy, sys\n"
-        "for script in sys.argv[1:]:\n"
-        "    sys.argv = [script, '--help']\n"
-        "    try: runpy.run_path(script, run_name='__main__')\n"
+        "for command in sys.argv[1:]:\n"
+        "    sys.argv = command.split()\n"
+        "    try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "    except SystemExit: pass\n"
         "    loaded = [m for m in ('torch', 'numpy', 'pandas', 'scipy') if m in sys.modules]\n"
-        "    assert not loaded, (script, loaded)\n"
+        "    assert not loaded, (command, loaded)\n"
     )
-    scripts = (ROOT / "scripts").glob("*.py")
-    done = run_python("-c", code, *scripts, cwd=ROOT, fresh=True)
+    scripts = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+    commands = [f"scripts/{name}.py --help" for name in scripts]
+    commands += [f"scripts/train.py {word}" for word in WRONG]
+    done = run_python("-c", code, *commands, cwd=ROOT, fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tread-zoo train") > 1
+    for word, line in zip(WRONG, done.stderr.splitlines(), strict=True):
+        assert word.partition("=")[0] in line

@@ -288,7 +288,7 @@ def test_a_fault_is_caught(as_probe, fault, overrides, check):
 @pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
 @pytest.mark.parametrize(
     ("cls", "overrides"),
-    [*HEALTHY, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [*HEALTHY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)],
 )
 def test_what_keeps_the_contract_passes(as_probe, cls, overrides):
     probe = as_probe(cls, overrides)
@@ -296,7 +296,7 @@ def test_what_keeps_the_contract_passes(as_probe, cls, overrides):
         CHECKS[name](probe)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "overrides", "check"), ALONE, ids=[f"{f.__name__}-{c}" for f, _, c in ALONE]
 )
