@@ -165,12 +165,12 @@ class Shell(Backbone, metaclass=CheckedInit):
 
         | parameter | value |
         |---|---|
-        | linear layers | as `draw_linears` says; biases 0 |
+        | linear layers | as `init_linears` says; biases 0 |
         | label table, learned positions | normal, std 0.02 |
         | mixers, and MLPs with an `initialize` | as that method says |
         | the head's modulation and last layer | 0 |
         """
-        self.draw_linears()
+        self.init_linears()
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=0.02)
         if self.label_embed is not None:
@@ -181,7 +181,7 @@ class Shell(Backbone, metaclass=CheckedInit):
                 initialize(self.num_blocks)
         self.final.zero()
 
-    def draw_linears(self) -> None:
+    def init_linears(self) -> None:
         """Draw the linear layers uniformly from ±1 / sqrt(fan in); biases are 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -296,7 +296,7 @@ class AdaLNBackbone(Shell):
         mlp = nn.Identity() if self.mlp is None else self.make_part(self.mlp, index)
         return self.block(self.hidden_size, self.make_mixer(index), mlp)
 
-    def draw_linears(self) -> None:
+    def init_linears(self) -> None:
         """Draw linear layers Xavier-uniformly, but the time MLP's with std 0.02. Biases and each
         block's modulation are 0."""
         for module in self.modules():

@@ -197,6 +197,7 @@ def check_error(make, words):
         ("sampler=ddim", ["'euler'?"]),
         ("guidance=parts", ["'custom'?"]),
         ("objective.second_level=0.25", ["objective.second_level_fraction"]),
+        ("optimizer.decayed=matrices", ["optimizer.weight_decay_on"]),
         ("routing.rate=0.5", ["routing.selection_rate?"]),
         ("data.path=x", ["data.path is no setting of data=digits", "image_folder"]),
         ("routing=none routing.selection_rate=0.25", ["routing=none", "tread"]),

@@ -60,6 +60,7 @@ INSTEAD = {
     "routing.reconstruction_weight": "routing=maskdit or routing=microdit",
     "routing.redraw": "routing=random_ltd",
     "objective.second_level": "objective.second_level_fraction",
+    "optimizer.decayed": "optimizer.weight_decay_on",
     **dict.fromkeys(
         ("text_encoder", "data.text_encoder"),
         "data.text_encoder=… of data=image_folder, hf or webdataset",

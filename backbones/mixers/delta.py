@@ -40,10 +40,10 @@ from backbones.mixers.scan import (
     decay_over_gaps,
     init_step_bias,
     make_convolution,
+    mark_no_weight_decay,
     project,
     rms_norm,
     softplus,
-    spare_from_decay,
     sum_ways,
 )
 from tread_zoo.kernels import gated_delta_rule
@@ -91,7 +91,7 @@ class BidirectionalDelta(ScanMixer):
         self.step_proj = nn.Linear(head_size if per_channel else hidden_size, num_steps, bias=False)
         self.step_bias = nn.Parameter(torch.empty(num_steps))
         self.A_log = nn.Parameter(torch.empty(2 * num_heads))
-        spare_from_decay(self.step_bias, self.A_log)
+        mark_no_weight_decay(self.step_bias, self.A_log)
         self.norm = nn.RMSNorm(head_size, eps=self.norm_eps)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.fused_rows = {

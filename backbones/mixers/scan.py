@@ -59,7 +59,7 @@ def init_step_bias(bias: Tensor) -> None:
     bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
 
 
-def spare_from_decay(*parameters: nn.Parameter) -> None:
+def mark_no_weight_decay(*parameters: nn.Parameter) -> None:
     """Exempt parameters from weight decay, with the mark that fla and mamba use."""
     for parameter in parameters:
         parameter._no_weight_decay = True  # type: ignore[attr-defined]

@@ -29,9 +29,9 @@ from backbones.mixers.scan import (
     convolve_ways,
     init_step_bias,
     init_uniform,
+    mark_no_weight_decay,
     scan_ways,
     softplus,
-    spare_from_decay,
 )
 from tread_zoo.kernels import selective_scan
 from tread_zoo.routing.orders import ScanOrder
@@ -75,7 +75,7 @@ class SelectiveScan(ScanMixer):
         self.step_bias = nn.Parameter(torch.empty(ways * inner))
         self.A_log = nn.Parameter(torch.empty(ways * inner, state_size))
         self.D = nn.Parameter(torch.empty(ways * inner))
-        spare_from_decay(self.step_bias, self.A_log, self.D)
+        mark_no_weight_decay(self.step_bias, self.A_log, self.D)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def _add_selection(self) -> None:

@@ -31,10 +31,10 @@ from backbones.mixers.scan import (
     convolve_ways,
     init_step_bias,
     init_uniform,
+    mark_no_weight_decay,
     project,
     rms_norm,
     scan_ways,
-    spare_from_decay,
 )
 from tread_zoo.kernels import ssd
 from tread_zoo.routing.scans import Scan
@@ -81,7 +81,7 @@ class BidirectionalSSD(ScanMixer):
         self.step_bias = nn.Parameter(torch.empty(2 * num_heads))
         self.A_log = nn.Parameter(torch.empty(2 * num_heads))
         self.D = nn.Parameter(torch.empty(2 * num_heads))
-        spare_from_decay(self.step_bias, self.A_log, self.D)
+        mark_no_weight_decay(self.step_bias, self.A_log, self.D)
         self.norm = nn.RMSNorm(inner, eps=1e-5)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
         self.fused_rows = {"in_proj.weight": (inner, *self.mixed_parts, num_heads)}

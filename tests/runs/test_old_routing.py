@@ -105,6 +105,7 @@ def aged(folder):
     }  # fmt: skip
     meta["config"]["objective"]["second_level"] = 0.0
     del meta["config"]["objective"]["second_level_fraction"]
+    meta["config"]["optimizer"]["decayed"] = meta["config"]["optimizer"].pop("weight_decay_on")
     meta["backbone"] = {**meta["backbone"], "fusions": [[1, 3]]}
     del meta["backbone"]["routing"]
     for name in meta["sha256"]:

@@ -22,7 +22,7 @@ from tread_zoo.fields import check
 from tread_zoo.routing import Stack
 from tread_zoo.runs.checkpoint import (
     CheckpointError,
-    drop_later,
+    delete_later_checkpoints,
     find_checkpoint,
     load_backbone,
     save_checkpoint,
@@ -46,7 +46,7 @@ def test_the_newest_are_kept_and_copies_are_the_user_s(tmp_path):
     kept = [newest, newest.with_name("step_00000003"), *copies]
     assert set(first.parent.iterdir()) == set(kept)
     assert [find_checkpoint(path).step for path in (tmp_path, first.parent, kept[1])] == [4, 4, 3]
-    drop_later(tmp_path, 3)
+    delete_later_checkpoints(tmp_path, 3)
     assert find_checkpoint(tmp_path).step == 3
     assert [find_checkpoint(copy).step for copy in copies] == [1, 1]
 

@@ -124,7 +124,7 @@ def test_weight_decay_leaves_out_the_rates_of_scans_and_vectors_if_asked(optimiz
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.fill_(1).grad = torch.zeros_like(parameter)
-        options = {"learning_rate": 0.02, "weight_decay": WEIGHT_DECAY, "decayed": decayed}
+        options = {"learning_rate": 0.02, "weight_decay": WEIGHT_DECAY, "weight_decay_on": decayed}
         create("optimizer", optimizer, **options).build(network).step()
         return {key for key, p in network.named_parameters() if torch.equal(p, torch.ones_like(p))}
 

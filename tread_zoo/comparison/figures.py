@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from tread_zoo.comparison.findings import COSTS, Setting, direction, short_names, si, words
+from tread_zoo.comparison.findings import (
+    COSTS,
+    Setting,
+    direction,
+    metric_label,
+    short_names,
+    with_si_prefix,
+)
 from tread_zoo.comparison.intervals import Interval, interval
 
 if TYPE_CHECKING:
@@ -118,8 +125,8 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
             look, (cost, value) = style[label], (runs[x].mean(), runs[y].mean())
             points[label] = cost, value
             axes.plot(runs[x], runs[y], **look.options(ls="", marker=".", alpha=0.45, mew=0))
-            title = f"{label}: {words(y)} {interval(runs[y].tolist()).in_brackets()}, "
-            title += f"{COSTS.get(x, words(x))} {si(cost)}"
+            title = f"{label}: {metric_label(y)} {interval(runs[y].tolist()).in_brackets()}, "
+            title += f"{COSTS.get(x, metric_label(x))} {with_si_prefix(cost)}"
             axes.plot(cost, value, **look.options(title, ms=7, mew=1.6))
     for setting in settings if arrows else ():
         dense, look = setting.dense_of(settings), style[setting.label]
@@ -131,8 +138,8 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
     _scale(axes, "x", drawn[x].dropna().tolist())
     _scale(axes, "y", drawn[y].dropna().tolist())
     axes.margins(0.08)
-    axes.set_xlabel(COSTS.get(x) or f"{words(x)} ({direction(x)} is better)")
-    axes.set_ylabel(f"{words(y)} ({direction(y)} is better)")
+    axes.set_xlabel(COSTS.get(x) or f"{metric_label(x)} ({direction(x)} is better)")
+    axes.set_ylabel(f"{metric_label(y)} ({direction(y)} is better)")
     if len({look.name for look in style.values()}) <= len(COLOURS):
         _name_points(axes, {style[label]: point for label, point in reversed(points.items())})
     return figure
@@ -164,7 +171,7 @@ def draw_lines(
         axes.set_ylabel(label)
     axes.set_xlabel("steps")
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(FuncFormatter(si))
+    axes.xaxis.set_major_formatter(FuncFormatter(with_si_prefix))
     return figure
 
 
@@ -260,5 +267,5 @@ def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
         getattr(axes, f"set_{which}scale")("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
-    form = si if high >= 1e4 else (lambda value, place=None: f"{value:.6g}")
+    form = with_si_prefix if high >= 1e4 else (lambda value, place=None: f"{value:.6g}")
     axis.set_major_formatter(FuncFormatter(form))

@@ -384,7 +384,7 @@ def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | 
         return None
     other = logs[-1].verdict("lower") if logs[-1] else ""
     differs = other and other != logs[0].verdict("lower")
-    return Ratio(logs[0], f"{other} in {words(metrics[-1])}" if differs else "")
+    return Ratio(logs[0], f"{other} in {metric_label(metrics[-1])}" if differs else "")
 
 
 def _log_ratio(setting: Setting, dense: Setting, metric: str) -> Interval | None:
@@ -401,7 +401,7 @@ def ratio_table(
 ) -> Table:
     """Return `ratios_to_dense` as text, with verdicts."""
     rows = [[name, *map(_ratio_text, row)] for name, row in ratios.items()]
-    return [f"{words(metric)} over dense [95 %]", *columns], rows
+    return [f"{metric_label(metric)} over dense [95 %]", *columns], rows
 
 
 def _ratio_text(ratio: Ratio | None) -> str:
@@ -419,7 +419,7 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
     table = []
     for line, name in ((line, row.name) for row in rows for line in row.lines):
         score = line.score.in_brackets() + (", at chance" if line.is_at_chance else "")
-        size = si(line.setting.runs.parameters.mean())
+        size = with_si_prefix(line.setting.runs.parameters.mean())
         cells = [[name, line.kind, str(line.score.n), size, score]]
         for i, (other, less) in enumerate(line.less):
             kind = f"{line.kind} − {other.choices.get(DEPTH)} blocks"
@@ -429,7 +429,7 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
                 f"{d.in_brackets(signed=True)} {d.verdict(better)}" if d else "" for d in by_budget
             ]
         table += [row + [""] * (5 + len(budgets) - len(row)) for row in cells]
-    header = ["", "", "seeds", "parameters", f"{words(metric)} [95 %]"]
+    header = ["", "", "seeds", "parameters", f"{metric_label(metric)} [95 %]"]
     return [*header, *(f"routed − dense, equal {NAMES[axis]}" for axis in budgets)], table
 
 
@@ -448,7 +448,7 @@ def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
         values = [_mean(real[m].unique()[:1]) if m in real else "" for m in metrics]
         rows.append(["real images", "", *values, *[""] * len(costs)])
     arrows = {"lower": "↓", "higher": "↑"}
-    titles = [f"{words(m)} {arrows[direction(m) or 'lower']}" for m in metrics]
+    titles = [f"{metric_label(m)} {arrows[direction(m) or 'lower']}" for m in metrics]
     return ["setting", "runs", *titles, *(COSTS[c] for c in costs)], rows
 
 
@@ -478,16 +478,16 @@ def _mean(values: Iterable[float]) -> str:
     """Return mean ± standard deviation as text, or "" for no values."""
     listed = [float(value) for value in values]
     std = statistics.stdev(listed) if len(listed) > 1 else 0.0
-    mean = si(statistics.fmean(listed)) if listed else ""
-    return mean + (f" ± {si(float(f'{std:.2g}'))}" if std else "")
+    mean = with_si_prefix(statistics.fmean(listed)) if listed else ""
+    return mean + (f" ± {with_si_prefix(float(f'{std:.2g}'))}" if std else "")
 
 
-def words(metric: str) -> str:
+def metric_label(metric: str) -> str:
     """Return the name of a metric as text."""
     return metric.replace("held_out", "held-out").replace("_", " ")
 
 
-def si(value: float, place: object = None) -> str:
+def with_si_prefix(value: float, place: object = None) -> str:
     """Return a number as text, from ten thousand on with an SI prefix as in 1.5T."""
     for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(value) >= max(size, 1e4):

@@ -155,7 +155,7 @@ def _figures(
     for metric in () if by_sample else metrics:
         lines = {s.label: (style[s.label], findings.curve(s, curves, metric)) for s in settings}
         if all(len(table) > 1 for _, table in lines.values()):
-            figures[f"curve {metric}"] = draw.draw_lines(lines, findings.words(metric))
+            figures[f"curve {metric}"] = draw.draw_lines(lines, findings.metric_label(metric))
     return figures
 
 
@@ -199,8 +199,8 @@ def _page(
         "machines": list(dict.fromkeys(runs.machine.dropna())),
         "protocol": without_paths(flatten(runs.protocol.iloc[0] or {})),
         "configs": without_paths(_configs(runs)),
-        "si": findings.si,
-        "words": findings.words,
+        "with_si_prefix": findings.with_si_prefix,
+        "metric_label": findings.metric_label,
     }
 
 

@@ -15,8 +15,8 @@ from tread_zoo.data.loader import (
     CorruptItem,
     CorruptLog,
     StepBatches,
-    copy_ahead,
     make_loader,
+    prefetch_to_device,
     read_items,
 )
 
@@ -28,9 +28,9 @@ __all__ = [
     "CorruptLog",
     "ImageData",
     "StepBatches",
-    "copy_ahead",
     "digits",
     "make_loader",
+    "prefetch_to_device",
     "read_items",
     "to_model_range",
     "to_uint8",

@@ -125,7 +125,7 @@ def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptIte
     return item
 
 
-def warn_of(item: CorruptItem) -> None:
+def warn_about(item: CorruptItem) -> None:
     """Log a warning that an item cannot be read."""
     logger.warning("corrupt   %s cannot be read: %s", printable(item.name), printable(item.reason))
 
@@ -161,7 +161,7 @@ class CorruptLog:
         """Add an item, if it is new. Raises ValueError if there are too many."""
         items, name = self.items, item.line.rpartition("\t")[0]
         if name not in items:
-            warn_of(item)
+            warn_about(item)
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(item.line)
             items.add(name)
@@ -203,7 +203,7 @@ def make_loader(
     return _read_batches(dataset, batches, num_workers, seed)
 
 
-def copy_ahead(
+def prefetch_to_device(
     batches: Iterator[tuple[Tensor, ...]], device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the batches; for a GPU, copied to it while it computes."""
@@ -240,7 +240,7 @@ def _read_batches(
         # DataLoader draws its workers' seed, else from the global generator.
         generator=make_generator("workers"),
     )
-    on_corrupt: OnCorrupt = getattr(dataset, "on_corrupt", warn_of)
+    on_corrupt: OnCorrupt = getattr(dataset, "on_corrupt", warn_about)
     reported: set[int] = set()
     for tensors, corrupt, unavailable in loader:
         if unavailable:

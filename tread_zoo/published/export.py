@@ -83,7 +83,7 @@ def _convert_back(
         if key == LABEL_TABLE and not form.has_null_label:
             tensor = tensor[:-1]
         try:
-            theirs |= form.take_apart(key, tensor, blocks, backbone.patch_size)
+            theirs |= form.export_tensor(key, tensor, blocks, backbone.patch_size)
         except KeyError:
             raise CheckpointError(
                 f"{key} of the checkpoint has no place in a file of format={format}."

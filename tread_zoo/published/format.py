@@ -202,7 +202,7 @@ class CheckpointFormat:
             names = tuple(name.replace("*", blocks[int(block[1])]) for name in names)
         return names, {**_SHARED_RULES, **self.rules}.get(pattern, join)
 
-    def take_apart(
+    def export_tensor(
         self, ours: str, tensor: Tensor, blocks: list[str], patch_size: int
     ) -> dict[str, Tensor]:
         """Return their tensors, by name, made from our tensor `ours`: the inverse of `rule`.

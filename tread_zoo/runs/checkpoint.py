@@ -213,7 +213,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(*read_newest(folders))
 
 
-def drop_later(run_dir: Path, step: int) -> None:
+def delete_later_checkpoints(run_dir: Path, step: int) -> None:
     """Delete checkpoints and snapshots after `step`, before a run continues from there."""
     for path in (*_folders(run_dir / "checkpoints"), *_folders(run_dir / SNAPSHOTS)):
         if _step(path) > step:

@@ -14,6 +14,10 @@ from torch import Tensor
 
 # options without a successor: the value at which the option had no effect
 _GONE = {"carry_from": None, "detach": False, "sparsify": True, "rate_range": None}
+_RENAMED = (
+    ("objective", "second_level", "second_level_fraction"),
+    ("optimizer", "decayed", "weight_decay_on"),
+)
 _SHARED = ("start", "end", "selector", "warm_start", "dense_tail", "probability")
 
 
@@ -57,11 +61,13 @@ def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     config, backbone = metadata.get("config", {}), metadata.get("backbone", {})
     if "routing" in config:
         config["routing"] = new_routing(config["routing"])
-    guidance, objective = config.get("guidance", {}), config.get("objective", {})
+    for kind, old, new in _RENAMED:
+        part = config.get(kind, {})
+        if old in part:
+            part[new] = part.pop(old)
+    guidance = config.get("guidance", {})
     if guidance.get("name") == "parts":
         guidance["name"] = "custom"
-    if "second_level" in objective:
-        objective["second_level_fraction"] = objective.pop("second_level")
     ends = {key: guidance.pop(key) for key in ("start", "end", "selector") if key in guidance}
     if ends:
         plain = all(value == "auto" for value in ends.values())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.runs.posthoc_ema import width_to_exponent
-from tread_zoo.training.sharding import is_sharded, slice_like, whole
+from tread_zoo.training.sharding import full_tensor, is_sharded, slice_like
 
 
 class WeightAverage:
@@ -63,11 +63,11 @@ class WeightAverage:
         )  # fmt: skip
 
     @torch.no_grad()
-    def whole(self, device: torch.device) -> Backbone:
+    def full_network(self, device: torch.device) -> Backbone:
         """Return the averaged network on `device`. If it is sharded, every rank must call this, and
         `release` frees its memory."""
         for name, part in self._slices.items():
-            self.network.get_parameter(name).copy_(whole(part))
+            self.network.get_parameter(name).copy_(full_tensor(part))
         return self.network.to(device)
 
     def release(self) -> None:

@@ -32,7 +32,7 @@ from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
 from tread_zoo.routing import Stack
 from tread_zoo.routing.methods.none import NO_ROUTING
-from tread_zoo.runs.checkpoint import drop_later
+from tread_zoo.runs.checkpoint import delete_later_checkpoints
 from tread_zoo.runs.folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.runtime import DTYPES, describe_device
 from tread_zoo.training.meters import Window, peak_flops, peak_memory, timed
@@ -164,7 +164,7 @@ class Log:
         write_lines(starts, [*read_lines(starts), {"step": step, **describe_start()}])
         self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= step}
         self._write_scores()
-        drop_later(self.folder, step)
+        delete_later_checkpoints(self.folder, step)
         name = self.setup.config.tracker["name"]
         self.trackers = Trackers(name, self.setup.tracker, self.folder, step, self.settings)
         self._stack.callback(self.trackers.close)
@@ -323,7 +323,7 @@ class Log:
     def samples(self, state: TrainState) -> None:
         """Save a grid of samples and log the held-out loss; every rank must call this."""
         with timed(state, "samples"):
-            network = state.average.whole(self.accelerator.device)
+            network = state.average.full_network(self.accelerator.device)
             if self.is_main:
                 if self.setup.data.codec.has_pixels:
                     self._save_grids(network, state.step)
@@ -373,7 +373,7 @@ class Log:
             self.bar.close()
             self._end_pictures()
         with timed(state, "score"):
-            network = state.average.whole(self.accelerator.device)
+            network = state.average.full_network(self.accelerator.device)
             record = evaluate(
                 network, setup.objective, setup.data, setup.sampling, options, weak=setup.weak,
                 routing=setup.routing, precision=self.precision, cache=self.cache, step=state.step,

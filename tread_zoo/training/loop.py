@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from tread_zoo.config import RunConfig, RunFields, TrainingConfig
 from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.contract.crossing import Crossing
-from tread_zoo.data import copy_ahead
+from tread_zoo.data import prefetch_to_device
 from tread_zoo.diffusion import Draw
 from tread_zoo.evaluation.flops import mean_flops, stage_flops, without_data
 from tread_zoo.kernels import set_forms
@@ -55,7 +55,7 @@ from tread_zoo.training.setup import (
     make_accelerator,
     to_devices,
 )
-from tread_zoo.training.sharding import whole
+from tread_zoo.training.sharding import full_tensor
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
 
 PURPOSES = ("flip", "latents", "label", "noise", "second level", "route")  # of a step's draws
@@ -113,7 +113,7 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
     """
     setup, training, accelerator = state.setup, state.setup.training, state.accelerator
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    batches = copy_ahead(setup.batches(rank, num_ranks, state.step), accelerator.device)
+    batches = prefetch_to_device(setup.batches(rank, num_ranks, state.step), accelerator.device)
     window = Window(state)
     checks = [training.log_every, training.checkpoint_every, training.ema_snapshots_every]
     checks += [training.sample_every, training.score_every]
@@ -235,7 +235,7 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
             if accelerator.sync_gradients:
                 limit = setup.training.max_grad_norm or math.inf
                 accelerator.unscale_gradients()  # its own clipping does it twice under FSDP
-                norm = whole(clip_grad_norm_(list(state.parameters.values()), limit))
+                norm = full_tensor(clip_grad_norm_(list(state.parameters.values()), limit))
                 window.norms.append(norm)
                 skipped = norm.isfinite().logical_not().float()
                 _step_unless(state, skipped)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.training.sharding import slice_like, whole
+from tread_zoo.training.sharding import full_tensor, slice_like
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -38,7 +38,7 @@ def optimizer_state(
         for number, parameter in enumerate(_names(inner, parameters)):
             for name, value in content["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{parameter}|{name}"] = whole(value).detach().cpu()
+                    tensors[f"{parameter}|{name}"] = full_tensor(value).detach().cpu()
                 else:
                     values[f"{parameter}|{name}"] = value
         groups = [

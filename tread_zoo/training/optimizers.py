@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.registry import register
-from tread_zoo.training.sharding import slice_like, whole
+from tread_zoo.training.sharding import full_tensor, slice_like
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-Decayed = Literal["all", "matrices"]
+DecayOn = Literal["all", "matrices"]
 STACKED = 2**24  # numbers of the matrices that Muon steps together: 64 MiB in float32
 
 
@@ -36,20 +36,20 @@ class AdamW:
     Args:
         learning_rate: its peak; auto is what the backbone's preset is trained with.
         weight_decay, beta1, beta2: as of torch.
-        decayed: what the weight decay is of: all, or matrices: no norms, biases and embeddings.
-            Rates, steps and D of scans have none; see `spared_from_decay`.
+        weight_decay_on: all parameters, or matrices: then norms, biases and embeddings are exempt.
+            Rates, steps and D of scans always are; see `no_weight_decay_names`.
     """
 
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
     weight_decay: NonNegativeFloat = 0.0
     beta1: Momentum = 0.9
     beta2: Momentum = 0.99
-    decayed: Decayed = "all"
+    weight_decay_on: DecayOn = "all"
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
         """Return torch's AdamW; the step is one kernel where torch has one."""
         assert self.learning_rate != "auto", "make_config resolves it"
-        spared = spared_from_decay(backbone, self.decayed)
+        spared = no_weight_decay_names(backbone, self.weight_decay_on)
         return torch.optim.AdamW(
             _split(dict(backbone.named_parameters()), spared, self.weight_decay),
             lr=self.learning_rate, betas=(self.beta1, self.beta2), fused=_has_fused_step(backbone),
@@ -66,7 +66,7 @@ class Muon:
         learning_rate: the peak of Muon's; auto is what the backbone's preset is trained with.
         momentum, nesterov, ns_steps: as of torch; `ns_steps` is the number of Newton-Schulz steps.
         weight_decay: of both.
-        decayed: as of `AdamW`; what Muon trains is decayed.
+        weight_decay_on: as of `AdamW`; what Muon trains is decayed.
         adjust_lr_fn: factor on Muon's rate by the shape [rows, columns] of a matrix;
             match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that rates of AdamW fit (Moonlight,
             arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
@@ -83,7 +83,7 @@ class Muon:
     adamw_learning_rate: Literal["auto"] | PositiveFloat = "auto"
     beta1: Momentum = 0.9
     beta2: Momentum = 0.99
-    decayed: Decayed = "all"
+    weight_decay_on: DecayOn = "all"
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
         """Return one optimizer of both kinds of parameters.
@@ -109,7 +109,7 @@ class Muon:
                 "betas": (self.beta1, self.beta2),
                 "fused": _has_fused_step(backbone),
             },
-            spared=spared_from_decay(backbone, self.decayed),
+            spared=no_weight_decay_names(backbone, self.weight_decay_on),
         )
 
 
@@ -132,7 +132,7 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
     return matrices
 
 
-def spared_from_decay(backbone: Backbone, decayed: Decayed) -> set[str]:
+def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[str]:
     """Return the names of the parameters without weight decay: those that are marked
     `_no_weight_decay`, as those of fla and mamba; if only matrices are decayed also biases, other
     vectors, and embeddings, which are the parameters of the backbone itself and of `nn.Embedding`.
@@ -143,7 +143,7 @@ def spared_from_decay(backbone: Backbone, decayed: Decayed) -> set[str]:
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             is_matrix = parameter.ndim > 1 and not embeds and not name.endswith("bias")
             marked = getattr(parameter, "_no_weight_decay", False)
-            if marked or (decayed == "matrices" and not is_matrix):
+            if marked or (weight_decay_on == "matrices" and not is_matrix):
                 spared.add(name)
     return spared
 
@@ -236,7 +236,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         else:
             gradients = averages
         columns, sizes = weights[0].shape[-1], group["row_sizes"]
-        moves = torch.stack([whole(each).view(-1, columns) for each in gradients])
+        moves = torch.stack([full_tensor(each).view(-1, columns) for each in gradients])
         parts = moves.split(sizes, dim=1)  # views [len(parameters), size, columns]
         for size in set(sizes):
             same = [part for part in parts if part.shape[1] == size]

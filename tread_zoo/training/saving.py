@@ -59,7 +59,7 @@ def _gather(state: TrainState, averages: dict[str, WeightAverage]) -> dict[str, 
     """Return the unsharded averages on the main process's CPU, gathered one at a time."""
     parts, accelerator = {}, state.accelerator
     for part, average in averages.items():
-        whole = average.whole(accelerator.device).state_dict()
+        whole = average.full_network(accelerator.device).state_dict()
         parts[part] = {k: v.cpu() for k, v in whole.items() if accelerator.is_main_process}
         average.release()
     return parts

@@ -24,7 +24,7 @@ from tread_zoo.routing.others.arguments import (
     take,
     with_image,
 )
-from tread_zoo.routing.others.check import Verdict, cycle, examine, likest
+from tread_zoo.routing.others.check import Verdict, cycle, examine, most_similar
 
 
 class Call:
@@ -311,5 +311,5 @@ class Frame:
             with torch.no_grad():
                 out = visit.block(**visit.named)
             self.routes.single[kind] = isinstance(out, Tensor)
-            self.routes.outputs[kind] = likest(out, visit.named)
+            self.routes.outputs[kind] = most_similar(out, visit.named)
         return self.routes.outputs[kind]

@@ -127,7 +127,7 @@ def _limit(tokens: Tensor) -> float:
 
 
 @torch.no_grad()
-def likest(output: Any, named: Mapping[str, Any]) -> list[str | None]:
+def most_similar(output: Any, named: Mapping[str, Any]) -> list[str | None]:
     """Return, for each output of a block, the name of the nearest argument of equal shape."""
     names: list[str | None] = []
     for out in (output,) if isinstance(output, Tensor) else output:
