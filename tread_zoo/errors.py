@@ -18,7 +18,7 @@ def _by_alias(names: Mapping[str, str]) -> dict[str, str]:
     return {alias: name for name, aliases in names.items() for alias in aliases.split()}
 
 
-# What fields are called elsewhere; the last part alone where the other groups have it, too.
+# Names of fields in other projects, and ours. Two fields separated by a space: either may be meant.
 USUAL_NAMES = _by_alias(
     {
         "optimizer.learning_rate": "lr learning_rate",
@@ -41,7 +41,7 @@ USUAL_NAMES = _by_alias(
         "run_dir": "output_dir",
     }
 )
-# What parts are called elsewhere.
+# Names of parts in other projects, and ours.
 USUAL_PARTS = _by_alias(
     {
         "flow": "rectified_flow flow_matching fm cfm",
@@ -52,7 +52,7 @@ USUAL_PARTS = _by_alias(
         "webdataset": "wds tar",
     }
 )
-# Settings of earlier versions, and of other commands.
+# Settings of earlier versions or of other commands, and what to use instead.
 INSTEAD = {
     "routing.rejoin": "routing=sprint or routing=maskdit",
     "routing.bypassed": "routing.absent of routing=sprint",
@@ -98,10 +98,10 @@ def unknown_field(
 
     Args:
         group: dotted; "" at the top.
-        field: what was given.
-        known: the fields that there are.
-        tree: all groups with their fields, as nested mappings: the field may be of another one.
-        options: returns the same with the options of parts, where these have none like it.
+        field: the name that was given.
+        known: the group's fields.
+        tree: all groups with their fields, as nested mappings, for a field of another group.
+        options: returns the tree with the options of parts, if `tree` has no similar name.
     """
     names, prefix = sorted(known), f"{group}." if group else ""
     paths = [prefix + name for name in names]
@@ -114,8 +114,8 @@ def unknown_field(
 
 
 def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
-    """Return the dotted names that `field` may mean: by its usual name; up to two of the same name
-    in other groups; or the one that is spelt most alike, preferably in its own group."""
+    """Return the dotted names that `field` may mean: our name for a usual one; up to two fields of
+    the same name in other groups; or the most similar name, preferably of its own group."""
     usual = USUAL_NAMES.get(field, "")
     for each in usual.split():
         if each.partition(".")[0] in paths:
@@ -143,8 +143,8 @@ def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def missing_path(field: str, path: str, why: str = "") -> ValueError:
-    """Return a `ValueError` for a path that does not exist, with the nearest name; `why` it is no
-    name elsewhere either, as on the hub."""
+    """Return a `ValueError` for a path that does not exist, with the nearest name. `why` says why
+    the path was not found elsewhere, as on the hub."""
     place = Path(path).expanduser().absolute()
     while not place.parent.is_dir():
         place = place.parent
@@ -166,15 +166,15 @@ def describe_invalid(
     """Return pydantic's first error as a `ValueError` of one line.
 
     Args:
-        prefix: the group that `given` stands under; "" for none.
-        error: pydantic's.
-        given: what was validated.
+        prefix: the group of the fields in `given`; "" for none.
+        error: pydantic's exception.
+        given: the fields that were validated.
         defaults: all fields with their defaults; nested groups are mappings.
-        options: as of `unknown_field`.
+        options: see `unknown_field`.
     """
     details = error.errors(include_url=False)
     first = details[0]
-    if isinstance(first.get("ctx", {}).get("error"), ValueError):  # worded already
+    if isinstance(first.get("ctx", {}).get("error"), ValueError):  # a message of ours
         return ValueError(str(first["ctx"]["error"]))
     path, value, known = [prefix] if prefix else [], given, defaults
     for depth, key in enumerate(first["loc"]):
@@ -194,9 +194,9 @@ def describe_invalid(
         elif isinstance(value, list) and isinstance(key, int) and key < len(value):
             path[-1] += f"[{key}]"
             value = value[key]
-        # else it is the name of one member of a union
+        # otherwise the key is the name of a member of a union
     field = ".".join(path)
-    if first["type"] == "missing":  # of a list
+    if first["type"] == "missing":  # in a list
         return ValueError(f"{field}={value!r} has too few values.")
     same = [d for d in details if d["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
     rules = dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in same[:3])

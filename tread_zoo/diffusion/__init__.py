@@ -1,10 +1,10 @@
-"""Objectives, samplers and guidance: three parts that do not know each other's internals.
+"""Objectives, samplers and guidance, which do not know each other's internals.
 
 objective.py    what an objective is: `Objective`, `Draw`, `Predict`
 edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t; velocity, x or noise
 mean_flow.py    MeanFlow: the mean velocity between two times, for few steps
-ddpm.py         DDPM: 1000 steps of sigma, noise
+ddpm.py         DDPM: the noise at 1000 levels of sigma
 grids.py        the noise levels at which sampling steps
 samplers.py     rules that integrate dx/dt; the noise of an image
 guidance.py     weak + w (strong - weak): the kinds of guidance

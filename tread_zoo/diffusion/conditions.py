@@ -5,7 +5,7 @@
                            bit-reversed, so that every prefix is spread evenly
 
 Sample i has the same condition in every run on the same data, however many samples are drawn.
-Dimensions: n contexts, T embeddings, S width of one.
+Dimensions: n contexts, T embeddings per context, S width of an embedding.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conditions:
-    """A rule that gives samples their conditions: its description, and a function from sample
+    """The rule that gives each sample its condition: a description, and a function from sample
     numbers to labels [B], contexts [B, T, S], or None for an unconditional network."""
 
     rule: str
@@ -69,7 +69,7 @@ def label_conditions(backbone: Backbone, seed: int | None = None) -> Conditions:
 
 
 def class_number(label: int | str, names: Sequence[str]) -> int:
-    """Return the number of the class `label`, which is a number or a name in `names`.
+    """Return the number of a class, given as a number or as a name in `names`.
 
     Raises:
         ValueError: the name is unknown; the error suggests the nearest.
@@ -87,10 +87,11 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:
-    """Return the contexts in an .npy file, [n, t, S] or [t, S], t <= T; sample i gets i mod n.
+    """Return the contexts in an .npy file, [n, t, S] or [t, S], t <= T; sample i gets context i
+    mod n.
 
     Raises:
-        ValueError: the network takes no contexts, or the file's do not fit it.
+        ValueError: the network takes no contexts, or the file's contexts do not fit it.
     """
     if not backbone.context_size:
         raise ValueError(f"contexts={file!r} is set, but {backbone.name} takes no contexts.")

@@ -45,7 +45,7 @@ class DDPM(AdditiveNoise):
 
     Args:
         schedule: how the noise grows over the steps.
-        first_step: number that the network gets for the least noisy step; U-ViT has 1.
+        first_step: number that the network gets for the least noisy step; U-ViT counts from 1.
     """
 
     schedule: Literal["linear", "cosine", "scaled_linear"] = "linear"

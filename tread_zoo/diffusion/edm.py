@@ -10,8 +10,8 @@ With clean data y, noise n ~ N(0, I), x = y + sigma n and the raw network F:
     loss    = lambda |D(x; sigma) - y|^2,  lambda = 1 / c_out^2,  ln sigma ~ N(p_mean, p_std^2)
     dx/dsigma = (x - D(x; sigma)) / sigma                              (eq. 4, with sigma(t) = t)
 
-c_in and c_out give the network's input and target unit variance for data of standard deviation
-sigma_data; lambda c_out^2 = 1 makes all levels weigh the same at the start of training.
+For data of standard deviation sigma_data, c_in and c_out give the network's input and target unit
+variance. lambda c_out^2 = 1 gives all levels equal weight at the start of training.
 
 Dimensions: B batch, C channels, H height, W width. A level is sigma > 0.
 """
@@ -116,7 +116,7 @@ class EDM(AdditiveNoise):
         A single step goes from sigma_max to 0. `grid` is `rho`, or `log`: ln sigma evenly spaced.
 
         Raises:
-            ValueError: EDM has no such grid, shift is set, or rho is set with `log`.
+            ValueError: EDM has no such grid, shift is set, or rho is set with the grid `log`.
         """
         fraction = torch.linspace(0, 1, num_steps, dtype=torch.float64)
         if grid.choose(("rho", "log"), "edm", unused="shift") == "log":

@@ -20,7 +20,8 @@ t has one of these distributions and is then shifted, t' = s t / (1 + (s - 1) t)
 
 With a second level (Self-Flow's dual-timestep schedule, arXiv 2603.06507), an image has two times
 from the same distribution, and each token takes one of them, so a token's time is distributed as
-before. The authors give the second time to a quarter of the tokens; we choose for each token alone.
+before. The authors give the second time to exactly a quarter of the tokens; here every token
+chooses by itself, with that probability.
 
 Dimensions: B batch, N tokens, C channels, H height, W width. A level is t.
 """
@@ -140,7 +141,7 @@ class FlowMatching(AdditiveNoise):
             level = level.clamp(max=1 - self.time_clip)
         output, t = prediction(predict(x_t, level), x_t.shape[1]), per_image(level)
         if self.prediction == "x":
-            return (x_t - output) / t.clamp(min=1e-12)  # a drawn t may be 0
+            return (x_t - output) / t.clamp(min=1e-12)  # a random t may be 0
         if self.prediction == "noise":
             return (output - x_t) / (1 - t)
         return output
@@ -162,5 +163,5 @@ class FlowMatching(AdditiveNoise):
         elif name == "logit_normal":
             t = torch.special.ndtri(t).sigmoid()
         t = shift_time(t, grid.shift)
-        t[0] = 1  # rounding may have exceeded 1
+        t[0] = 1  # rounding may exceed 1
         return t

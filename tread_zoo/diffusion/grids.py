@@ -18,15 +18,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TimeGrid:
-    """A choice of grid; `tread_zoo.config.SamplingGrid` documents the fields."""
+    """A grid and its options; `tread_zoo.config.SamplingGrid` documents the fields."""
 
     grid: str = "auto"
     shift: float = 1.0
     rho: float | str = "auto"
 
     def choose(self, names: tuple[str, ...], objective: str, unused: str) -> str:
-        """Return the name of the grid for an objective with the grids `names`. The objective does
-        not use the field `unused`, shift or rho.
+        """Return the name of the grid for an objective with the grids `names`. `unused` is the
+        field, shift or rho, that the objective does not use.
 
         Raises:
             ValueError: the objective has no such grid, or the unused field is set.

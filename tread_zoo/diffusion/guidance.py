@@ -9,16 +9,16 @@ The kinds differ in what the weak prediction lacks; `custom` has all options:
     sparse        tokens: more of them bypass                              arXiv 2601.01608
     auto          size or training: a smaller or an earlier network        arXiv 2406.02507
     path_drop     the condition and the middle of the network              arXiv 2510.21986
-    sparse_auto   training; tokens, which the strong one lacks later       arXiv 2601.01608, B.1
+    sparse_auto   training and tokens; later, the strong one lacks tokens  arXiv 2601.01608, B.1
     sparse_cfg    the condition and tokens
 
 The condition is a label or a context; without it, the network gets the null label or zeros. The
-scale w is that of the formula; the first paper's w is ours minus 1. At one (x, level), dx/dt is an
+scale is w of the formula above; the first paper's w is smaller by 1. At one (x, level), dx/dt is an
 affine function of the estimate with the same coefficients in both branches, so guiding dx/dt equals
 guiding estimates.
 
-The branches are two calls of B images, not one of 2B: a sparse or smaller branch cannot share a
-call, and memory stays that of unguided sampling. Identical branches are one call.
+The branches are two calls with B images, not one with 2B: a sparse or smaller branch cannot share a
+call, and this way guidance takes no more memory. Identical branches are one call.
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
@@ -71,11 +71,12 @@ class ImageBatch:
         labels: [B], or contexts [B, T, S], on the network's device; None for no condition.
         indices: B positions in the seed's sequence of images.
         seed: seed of that sequence.
-        levels: levels of the sampler's steps, descending: [num_steps + 1].
+        levels: levels of the sampler's steps, descending, [num_steps + 1].
         weak: the network of a guidance's `weak_checkpoint`.
         routing: the routing method of training.
-        draw_routes: crossings of evaluation 0, 1, …, unless the guidance has its own.
-        mean_slope: dx/dt is the mean over the sampler's step from the level.
+        draw_routes: returns the crossings of evaluation 0, 1, …, if the guidance has none of its
+            own.
+        mean_slope: dx/dt is the mean slope over the sampler's step, not the slope at the level.
     """
 
     backbone: Backbone
@@ -95,7 +96,7 @@ class ImageBatch:
         For a weak prediction, change the batch: `replace(batch, labels=…).dx_dt()`.
 
         Args:
-            routes: called at each evaluation; None: `draw_routes`.
+            routes: returns the crossings of the next evaluation; None: use `draw_routes`.
         """
         evaluations = itertools.count()
         routes = routes or (lambda: self.draw_routes(next(evaluations)))
@@ -109,8 +110,8 @@ class ImageBatch:
         return dx_dt
 
     def sample_routes(self, method: Method, rate: float, evaluation: int) -> Sequence[Crossing]:
-        """Return the crossings of one evaluation at a rate, none at 0; those of an image depend on
-        (seed, image, evaluation) alone."""
+        """Return the crossings of one evaluation at a rate, none at rate 0. The tokens of an image
+        depend on (seed, image, evaluation) alone."""
         if rate == 0:
             return ()
         device = next(self.backbone.parameters()).device
@@ -128,7 +129,7 @@ class ImageBatch:
     def fraction_done(self, level: Tensor) -> float:
         """Return the fraction of sampling that is done: i / (n - 1) at step i of n, linear in the
         level between steps."""
-        steps = self.levels[:-1].float().tolist()  # in the precision of samplers
+        steps = self.levels[:-1].float().tolist()  # float32, the precision of samplers
         places = np.arange(len(steps)) / max(len(steps) - 1, 1)
         return float(np.interp(float(level[0]), steps[::-1], places[::-1]))
 
@@ -188,7 +189,7 @@ Scale = (
     | tuple[_Interval, NonNegativeFloat, _Portion, _Portion]
 )
 
-# Options that may change over sampling, with their values outside an interval.
+# Options that may change over sampling, and their values outside an interval.
 _OFF = {
     "scale": 1.0, "drop_label": False, "weak_rate": 0.0, "drop_path": False, "strong_rate": 0.0,
 }  # fmt: skip
@@ -207,7 +208,7 @@ def _value(option: Any, done: float, off: float) -> Any:
     return last if done == 1 else first + (last - first) * place
 
 
-# The parts ----------------------------------------------------------------------------------------
+# The kinds ----------------------------------------------------------------------------------------
 
 
 def _method(part: Any) -> Any:
@@ -218,7 +219,8 @@ RoutingPart = Annotated[str | dict[str, Any], BeforeValidator(_method)]
 
 
 class _Options:
-    """Defaults of all kinds: each kind has some of these as fields, and may fix others."""
+    """The base of all kinds. Each kind declares some of these options as fields, and may fix
+    others."""
 
     scale: Any = 2.0
     channels: int | None = None
@@ -330,7 +332,7 @@ class _Options:
         if guided is strong or (self.low == 0 and self.high is None):
             return guided(x, level)
         inside = (self.low < level) & (level <= (math.inf if self.high is None else self.high))
-        if not bool(inside.any()):  # reads the level from the device: once an evaluation
+        if not bool(inside.any()):  # waits for the device, once per evaluation
             return strong(x, level)
         if bool(inside.all()):
             return guided(x, level)
@@ -339,8 +341,8 @@ class _Options:
     def _draw_routes(
         self, batch: ImageBatch, rate: Any
     ) -> Callable[[int, float], Sequence[Crossing]]:
-        """Return a function of the evaluation and of the rate that gives crossings; where the
-        guidance has no rate, those of the batch."""
+        """Return a function of evaluation and rate that returns crossings. Without a rate of the
+        guidance, these are the batch's crossings."""
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
         try:
@@ -354,9 +356,9 @@ def sampled_method(part: str | dict[str, Any], trained: Method, stack: Stack) ->
     """Return the method that lets tokens bypass blocks in sampling.
 
     Args:
-        part: a routing method; auto is that of training.
+        part: a routing method; auto is the method of training.
         trained: the method of training.
-        stack: of the network.
+        stack: the network's blocks, as a routing method sees them.
 
     Raises:
         ValueError: training did not prepare the network for it.
@@ -392,8 +394,8 @@ class CustomGuidance(_Options):
             weak_rate is then ignored.
         weak_checkpoint: folder of a run or a checkpoint, whose smaller or earlier network makes the
             weak prediction.
-        routing: the method whose rates these are, as tread or {name: tread, start: 2, end: 6}; auto
-            is that of training.
+        routing: the method that applies the rates, as tread or {name: tread, start: 2, end: 6};
+            auto is the method of training.
         low, high: guidance is on at low < level <= high: t in [0, 1] for flow matching, sigma for
             EDM and DDPM. Elsewhere the strong prediction is used alone.
 
@@ -438,7 +440,7 @@ class IntervalGuidance(ClassifierFree):
 @register("guidance", "sparse")
 @dataclass(frozen=True, kw_only=True)
 class SparseGuidance(_Options):
-    """Two predictions of the same network with the same label, at two selection rates."""
+    """Both predictions are from one network with one label, at two selection rates."""
 
     scale: Scale = 2.0
     strong_rate: Rate = 0.0
@@ -469,7 +471,8 @@ class PathDropGuidance(_Options):
 @register("guidance", "sparse_auto")
 @dataclass(frozen=True, kw_only=True)
 class SparseAutoGuidance(SparseGuidance):
-    """An earlier network whose tokens bypass less and less, the strong one's more and more."""
+    """The weak prediction is from an earlier network. Over sampling, its tokens bypass less and
+    less, and the tokens of the strong prediction more and more."""
 
     weak_checkpoint: str = field()
     weak_rate: Rate = ("cosine", 0.6, 0.0)
@@ -479,7 +482,7 @@ class SparseAutoGuidance(SparseGuidance):
 @register("guidance", "sparse_cfg")
 @dataclass(frozen=True, kw_only=True)
 class SparseClassifierFree(SparseGuidance):
-    """The weak prediction has no label, and costs less for the tokens that bypass."""
+    """The weak prediction has no label, and some of its tokens bypass, which makes it cheaper."""
 
     drop_label = True
     weak_rate: Rate = 0.5

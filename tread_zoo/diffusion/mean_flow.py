@@ -8,8 +8,8 @@ With flow matching's x_t and velocity v, and noise at t = 1, the network predict
 
 so one evaluation at r = 0, t = 1 turns noise into an image. The loss is D / (D + c)^p (eq. 22). D
 is the squared distance of u from the right side of eq. 6, which has v = noise - x and gets no
-gradient. In the authors' code D is a sum over C, H and W and c is 0.01; our D is the mean, and c is
-0.01 / (C H W). The derivative d/dt u is computed in one of two ways:
+gradient. In the authors' code D is a sum over C, H and W, and c is 0.01. Here D is the mean, and c
+is 0.01 / (C H W). The derivative d/dt u is computed in one of two ways:
 
     exact        by forward-mode differentiation, which every operation must support
     difference   from one more evaluation, at t - h on the line along v, with any kernel:
@@ -17,7 +17,8 @@ gradient. In the authors' code D is a sum over C, H and W and c is 0.01; our D i
                  u = v - (t - r - h) (u(x_t, r, t) - u(x_t - h v, r, t - h)) / h,  h = step
 
 The difference follows from (t - r) u = h v + (t - h - r) u(x_t - h v, r, t - h), which holds if v
-is constant over h; where t - r <= h it is flow matching. This form is ours (see also 2604.08837).
+is constant over h. Where t - r <= h, this is flow matching. This form is ours (a related one is in
+arXiv 2604.08837).
 
 Guidance is a part of the target, so that sampling needs no second evaluation (section 4.2, eq. 19):
 
@@ -147,7 +148,7 @@ class MeanFlow(AdditiveNoise):
         return per_image(factor) * (mean - prediction(before, x_t.shape[1]))
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return the velocity [B,C,H,W] at `level` = t [B]; if `predict` has r bound, the mean
+        """Return the velocity [B,C,H,W] at `level` = t [B]; if `predict` is bound to an r, the mean
         velocity from r to t."""
         return _FLOW.dx_dt(predict, x_t, level)
 
@@ -156,7 +157,7 @@ class MeanFlow(AdditiveNoise):
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
-        """Return the levels that flow matching has: float64 [num_steps + 1]."""
+        """Return the levels of flow matching: float64 [num_steps + 1]."""
         return _FLOW.levels(num_steps, grid)
 
 

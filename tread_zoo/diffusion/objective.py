@@ -48,7 +48,7 @@ class Objective(Protocol):
     """The interface that training and sampling use.
 
     Only some samplers use `estimate`, `signal` and `noise`; euler and heun do not. An optional
-    method `check_training(backbone, label_dropout, routing)` raises ValueError for a misfit.
+    method `check_training(backbone, label_dropout, routing)` raises ValueError if they do not fit.
     """
 
     @property
@@ -60,8 +60,8 @@ class Objective(Protocol):
         generator's device."""
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss per image [B], and tensors by name whose means are logged. It must also
-        run on the meta device, where FLOPs are counted."""
+        """Return the loss per image [B], and other tensors by name, whose means are logged. This
+        must also run on the meta device, where FLOPs are counted."""
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dt [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""

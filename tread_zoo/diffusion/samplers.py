@@ -76,10 +76,10 @@ class Problem:
 class Sampler(Protocol):
     """An integration rule, with its options as fields.
 
-    Called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]), it returns a new
-    float32 tensor [B,C,H,W] at levels[-1]. Three class variables are optional: `default_num_steps`;
-    `objectives`, names of the objectives that it supports, by default all; and `uses_mean_slope`,
-    whether it needs mean slopes over a step, as from MeanFlow.
+    A sampler is called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]) and
+    returns a new float32 tensor [B,C,H,W] at levels[-1]. Three class variables are optional:
+    `default_num_steps`; `objectives`, the names of supported objectives, by default all; and
+    `uses_mean_slope`, whether it needs mean slopes over a step, as from MeanFlow.
     """
 
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor: ...
@@ -250,7 +250,7 @@ class FlowSDE:
 def initial_noise(shape: Sequence[int], seed: int, indices: Sequence[int]) -> Tensor:
     """Return standard normal noise [n,C,H,W] for the images `indices`, each of `shape` [C,H,W].
 
-    Image i's noise depends only on (seed, i), not on batch size, order or number of processes.
+    The noise of image i depends only on (seed, i), not on batch size, order or number of processes.
     Multiply it by the objective's `initial_std`.
     """
     return _noise_of("sample", shape, indices, seed)

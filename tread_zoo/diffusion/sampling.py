@@ -37,7 +37,7 @@ class SamplingOptions:
         guidance: the guidance of dx/dt.
         selection_rate: fraction of tokens that do not run in each call of the network, except in
             calls that a guidance routes itself; 0 is dense.
-        routing: the routing method whose rate that is; auto is that of training.
+        routing: the routing method that applies the rate; auto is the method of training.
         trained: the routing method of training.
     """
 
@@ -89,11 +89,11 @@ class SamplingOptions:
             )
 
     def check_training(self, backbone: Backbone, label_dropout: float) -> None:
-        """Raise `ValueError` if training does not include the weak prediction of the guidance.
+        """Raise `ValueError` if training did not include the weak prediction of the guidance.
 
         Args:
             backbone: the network.
-            label_dropout: fraction of conditions that training drops.
+            label_dropout: fraction of conditions that training drops, 0 to 1.
         """
         if hasattr(self.guidance, "check_training"):
             self.guidance.check_training(backbone, label_dropout, self.trained)
@@ -123,7 +123,7 @@ class SamplingOptions:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every setting as plain values; those of the guidance have a prefix."""
+        """Return every setting as plain values; settings of the guidance have a prefix."""
         sampler = describe_part("sampler", self.sampler)
         guidance = describe_part("guidance", self.guidance)
         return {
@@ -252,8 +252,8 @@ def _watched(dx_dt: DxDt, objective: Objective, watch: Callable[[Tensor], None])
 def check_weak(
     backbone: Backbone, objective: Objective, weak: Backbone, objective_of_weak: Objective
 ) -> None:
-    """Raise `ValueError` unless a weak network makes the same kind of prediction of the same kind
-    of images as `backbone`; guided samples would be silently wrong."""
+    """Raise `ValueError` if a weak network predicts another quantity, or other images, than
+    `backbone`: guided samples would be silently wrong."""
     weak_metadata, metadata = (
         {
             "size": network.input_size,

@@ -1,4 +1,4 @@
-"""What the forms share: types, segments, chunks.
+"""Helpers shared by the forms: types, segments, chunks.
 
 Dimensions: B batch, L length, H heads, F features, T chunks of Q steps.
 """
@@ -15,12 +15,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def at_least_float32(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype of sums over tensors: float32, or float64 where one of them has it."""
+    """Return the dtype for sums over tensors: float64 if one of them has it, else float32."""
     return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
 def segment_starts(segment_ids: Tensor) -> Tensor:
-    """Return bool [B, L]: where a segment begins, but for the first of a row."""
+    """Return bool [B, L]: where a segment begins, except at the first step of a row."""
     return F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
 
 
@@ -33,20 +33,20 @@ def reset(log_decay: Tensor, segment_ids: Tensor | None, value: float = -torch.i
 
 
 def cut(x: Tensor, steps: int) -> Tensor:
-    """[B, L, H, F] -> [T, B, H, Q, F] of Q = `steps`, with zeros after the end; else a view."""
+    """Return x [B, L, H, F] as [T, B, H, Q, F] with Q = `steps`: a view, or padded with zeros."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % steps)) if x.shape[1] % steps else x
     return x.unflatten(1, (-1, steps)).permute(1, 0, 3, 2, 4)
 
 
 def join(chunks: Tensor, length: int) -> Tensor:
-    """[T, B, H, Q, F] -> [B, L, H, F]."""
+    """Return x [T, B, H, Q, F] as [B, L, H, F]."""
     return chunks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
 
 
 def power_of_two(length: int, most: int) -> int:
-    """Return the steps of a chunk: the least power of 2 from `length` on, but `most` at most."""
+    """Return the smallest power of 2 that is `length` or more, but at most `most`."""
     steps = 1
-    while steps < min(most, length):  # bit_length would compile anew for each length
+    while steps < min(most, length):  # bit_length would need a new compilation for each length
         steps *= 2
     return steps
 
@@ -54,17 +54,17 @@ def power_of_two(length: int, most: int) -> int:
 def unit_lower_inverse(a: Tensor) -> Tensor:
     """Return (I - a)^-1 [..., Q, Q] for a strictly lower triangular [..., Q, Q].
 
-    What `a` has on and above its diagonal is not looked at, and gets no gradient.
+    Entries of `a` on and above its diagonal are ignored and get no gradient.
 
-    By substitution: the product Π (I + a^(2^j)) is equal to it in exact numbers only. For keys that
-    are alike the powers of a grow like binomials and cancel, which leaves float32 errors above 1.
+    It is solved by substitution. The product Π (I + a^(2^j)) is equal only in exact arithmetic: for
+    similar keys the powers of a grow like binomials and cancel, with float32 errors above 1.
     """
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     return torch.linalg.solve_triangular(-a, eye, upper=False, unitriangular=True)
 
 
 def row_blocks(x: Tensor, num_values: int) -> list[slice]:
-    """Return the rows of the batch that are done at a time: on a CPU, of about `num_values`."""
+    """Return slices of the batch to compute in turn: on a CPU, of about `num_values` values."""
     num_rows = len(x)
     if x.device.type == "cpu":
         num_blocks = -(-x.numel() // num_values)
@@ -81,5 +81,5 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _solve_flops(
     a: tuple[int, ...], b: tuple[int, ...], *args: Any, left: bool = True, **kwargs: Any
 ) -> int:
-    """A sum over half of the steps, on the average, for each entry of the solution."""
+    """Return the FLOPs of the solution: per entry, a sum over half of the steps on average."""
     return math.prod(b) * a[-1]

@@ -1,4 +1,4 @@
-"""C files that the machine's compiler builds at their first use, called by `ctypes`."""
+"""C files, built by the machine's compiler at their first use and called by `ctypes`."""
 
 import ctypes
 import hashlib
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-TIMEOUT = 15  # seconds of a compiler; it takes less than one
+TIMEOUT = 15  # seconds that a compiler may take; it takes less than one
 RETRY = 3600  # seconds after which a compiler that hung is tried again
-HEADER = Path(__file__).with_name("vectors.h")  # which the C files include
+HEADER = Path(__file__).with_name("vectors.h")  # headers that the C files include
 CPU_INFO = Path("/proc/cpuinfo")
-CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # of its lines
+CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # keys of the lines that matter
 
 
 class CompiledSource:
@@ -48,7 +48,7 @@ class CompiledSource:
         self._problem: str | None = "torch.compile came before its first use"
 
     def problem(self) -> str | None:
-        """Return why there is no library, or None; it is built or loaded once."""
+        """Return why there is no library, or None. The first call builds or loads it."""
         if not self._tried and not torch.compiler.is_compiling():
             self._tried = True
             try:
@@ -65,8 +65,8 @@ class CompiledSource:
         return function(*map(_argument, args))
 
     def share(self, name: str, *args: Tensor | float | None, jobs: int, scratch: int) -> None:
-        """Call a function on as many threads as torch has. It takes `scratch` floats of its own and
-        the first of its jobs and the one after its last, behind the other arguments."""
+        """Call a function on as many threads as torch has. After the other arguments, each call
+        gets `scratch` floats of its own, its first job and the job after its last."""
         num = min(torch.get_num_threads(), jobs)
         ends = [jobs * i // num for i in range(num + 1)]
 
@@ -76,7 +76,7 @@ class CompiledSource:
         if num == 1:
             call(0, jobs)
             return
-        with ThreadPoolExecutor(num) as pool:  # ctypes lets go of Python's lock
+        with ThreadPoolExecutor(num) as pool:  # ctypes releases Python's global lock
             list(pool.map(call, ends[:-1], ends[1:]))
 
     def _load(self) -> ctypes.CDLL:
@@ -91,11 +91,11 @@ class CompiledSource:
             return ctypes.CDLL(str(next(whole, None) or self._build(folder, name)))
         except OSError as error:
             logger.warning("%s: built in a temporary folder: %s", self.source.name, error)
-            with tempfile.TemporaryDirectory() as own:  # a loaded library needs its file no more
+            with tempfile.TemporaryDirectory() as own:  # a loaded library no longer needs its file
                 return ctypes.CDLL(str(self._build(Path(own), name)))
 
     def _build(self, folder: Path, name: str) -> Path:
-        """Return the library's file, new in `folder`; RuntimeError is the compiler's failure."""
+        """Return the library's file, newly built in `folder`. RuntimeError: the compiler failed."""
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
             raise RuntimeError(f"no C compiler: {', '.join(COMPILERS)}")
@@ -112,9 +112,9 @@ class CompiledSource:
                 raise RuntimeError(f"the C compiler took more than {TIMEOUT} s") from error
             built.chmod(0o700)
             with built.open("rb") as stream:
-                os.fsync(stream.fileno())  # else a power cut may keep the name without the bytes
+                os.fsync(stream.fileno())  # a power cut must not lose the bytes
             library = folder / f"{name}-{_checksum(built)}.so"
-            built.replace(library)  # another process may have been as quick: both files are right
+            built.replace(library)  # another process may have built it: both are valid
         logger.info("%s: compiled in %.1f s", library, time.perf_counter() - begin)
         return library
 
@@ -127,7 +127,7 @@ def _compile(command: list[str]) -> None:
         try:
             _, message = process.communicate(timeout=TIMEOUT)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started, too
+            os.killpg(process.pid, signal.SIGKILL)  # also the processes that the compiler started
             raise
     if process.returncode:
         first = message.strip().partition("\n")[0]
@@ -137,7 +137,7 @@ def _compile(command: list[str]) -> None:
 def _cache_folder() -> Path:
     """Return the folder of libraries that no other user can write. Raises OSError."""
     places = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
-    cache = next(filter(os.path.isabs, places), None)  # the standard ignores relative ones
+    cache = next(filter(os.path.isabs, places), None)  # the XDG standard ignores relative paths
     if cache is None:
         raise FileNotFoundError("there is no home folder")
     folder = Path(cache, "tread_zoo", "compiled")
@@ -155,7 +155,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Return whether a library has the checksum in its name: a shorter one kills its process."""
+    """Return whether a library has the checksum in its name: a truncated file would crash."""
     own = stat.S_ISREG(library.lstat().st_mode) and _is_own(library)
     return own and library.stem.endswith(f"-{_checksum(library)}")
 

@@ -1,7 +1,8 @@
 """Operations as custom operators of torch: one node of a graph, differentiable, FLOPs counted.
 
-`forward(*args)` returns the output, or it and what only the backward pass reads. `backward(grad,
-*kept, *args)` returns the gradients of the first arguments, an empty tensor for one that is None.
+`forward(*args)` returns the output, or the output and tensors that only the backward pass reads.
+`backward(grad, *kept, *args)` returns the gradients of the first arguments, with an empty tensor
+for an argument that is None.
 """
 
 import inspect
@@ -26,19 +27,19 @@ def make_operator(
     num_gradients: int,
     num_kept: int = 0,
 ) -> Callable[..., Tensor]:
-    """Return a function that calls the operator `tread_zoo::name`, with None for what it is not
-    given, and returns its first output. The backward pass is `tread_zoo::name_backward`.
+    """Return a function that calls the operator `tread_zoo::name` and returns its first output.
+    Missing arguments are None. The backward pass is `tread_zoo::name_backward`.
 
     `torch.library.custom_op` would import the compiler at the first call, which takes 1.6 s.
 
     Args:
-        name: of the operator.
+        name: the operator's name.
         forward, backward: see above; forward's annotations are the schema, without defaults.
-            Arguments that are no tensors come last. Neither changes its arguments.
-        empty: (*args) -> memory for what `forward` returns.
+            Arguments that are not tensors come last. Neither function changes its arguments.
+        empty: (*args) -> uninitialised outputs of `forward`.
         flops: (*shapes of the arguments) -> FLOPs of forward and of backward.
-        num_gradients: how many arguments, the first ones, have a gradient.
-        num_kept: how many of what `forward` returns, the last ones, `backward` takes.
+        num_gradients: number of first arguments that have a gradient.
+        num_kept: number of last outputs of `forward` that `backward` takes.
     """
     schema = torch.library.infer_schema(forward, mutates_args=())
     arguments = schema[1 : schema.index(") ->")]
@@ -79,7 +80,7 @@ def make_operator(
     count = len(inspect.signature(forward).parameters)
 
     def call(*args: Any) -> Tensor:
-        if has_tangents(args):  # torch would leave them out and say nothing
+        if has_tangents(args):  # torch would silently leave them out
             raise RuntimeError(f"{qualified} has no forward-mode derivative")
         out = run(*args, *[None] * (count - len(args)))  # defaults would be left out of `inputs`
         return out[0] if isinstance(out, tuple) else out
@@ -88,19 +89,19 @@ def make_operator(
 
 
 def _define(name: str, schema: str, function: Callable[..., Any]) -> Any:
-    """Return an operator of all devices."""
+    """Define an operator for all devices, and return it."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     return getattr(getattr(torch.ops, LIBRARY.ns), name)
 
 
 def has_tangents(args: Iterable[Any]) -> bool:
-    """Return whether a forward-mode derivative is computed with respect to a tensor among these."""
+    """Return whether one of the arguments carries a tangent of forward-mode differentiation."""
     return not torch.compiler.is_compiling() and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
     )
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Return contiguous memory for a tensor like `x`."""
+    """Return an uninitialised, contiguous tensor like `x`."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -17,10 +17,10 @@ PREBUILT = {
 
 
 class LibraryFunction:
-    """A function of an optional module, called as that function is.
+    """A function of an optional module, with that function's signature.
 
     Args:
-        module, name: of the function.
+        module, name: where the function is.
         install: the command that installs the module.
     """
 
@@ -34,16 +34,16 @@ class LibraryFunction:
         sources = {package, "kernels"} if package in PREBUILT else {package}
         if not any(map(importlib.util.find_spec, sources)):
             self._problem = f"no module named {package!r}"
-        elif module in sys.modules:  # triton: torch imports it
+        elif module in sys.modules:  # triton, which torch imports
             self.problem()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.function is None:  # where nobody asked for `problem`
+        if self.function is None:  # `problem` was not called before
             self.function = getattr(load_module(self.module), self.name)
         return self.function(*args, **kwargs)
 
     def problem(self) -> str | None:
-        """Return why the function is not available, or None; its module is imported once."""
+        """Return why the function is not available, or None. The first call imports its module."""
         if self.function is None and self._problem is None:
             self._problem = import_problem(self.module)
             if self._problem is None:
@@ -64,8 +64,8 @@ def import_problem(module: str) -> str | None:
 
 @lru_cache
 def load_module(module: str) -> ModuleType:
-    """Return an optional module, as installed, or else the build of Hugging Face's `kernels`, which
-    has the functions at its top level."""
+    """Return an optional module: the installed one, or else the build that Hugging Face's package
+    `kernels` downloads, which has the functions at its top level."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

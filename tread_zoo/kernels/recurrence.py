@@ -17,13 +17,13 @@ from tread_zoo.kernels.compiled import CompiledSource
 from tread_zoo.kernels.operators import empty_like
 
 RECURRENCE_C = CompiledSource(Path(__file__).with_name("recurrence.c"))
-SPAN = 32  # steps of a chunk: what the backward pass needs of one stays in L2
+SPAN = 32  # steps per chunk, so that its backward pass stays in the L2 cache
 
-Inputs = tuple[Any, ...]  # q, k, v, a, b, beta and g, with None for what an operation does not have
+Inputs = tuple[Any, ...]  # q, k, v, a, b, beta, g; None where an operation has no such input
 
 
 def make_empty(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for what `forward` returns."""
+    """Return uninitialised outputs of `forward`."""
     batch, length, heads, width = v.shape
     u = v.new_empty(v.shape, dtype=torch.float32)
     chunks = (length + SPAN - 1) // SPAN

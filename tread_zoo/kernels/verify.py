@@ -8,11 +8,11 @@ from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
-Results = tuple[Tensor, list[Tensor]]  # an output, and gradients
+Results = tuple[Tensor, list[Tensor]]  # an output and the gradients
 
 
 class Difference(NamedTuple):
-    """Largest differences of the output and of any gradient, relative to the largest value."""
+    """The largest errors of the output and of any gradient, relative to the largest value."""
 
     output: float
     gradient: float

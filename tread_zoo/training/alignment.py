@@ -4,13 +4,13 @@
 
 h_i are the kept tokens after the block. f_i are features of the clean image at the same positions,
 computed in advance (`tread-zoo encode features=…`) and stored with the images. The projection
-trains with the network; it is not averaged, and sampling does not use it.
+is trained with the network. It is not averaged, and sampling does not use it.
 
     REPA    an MLP projects each token                                      arXiv 2410.06940
     iREPA   projection=conv, normalize=spatial, mean_share=0.6              arXiv 2512.10794
             with weight=1 for SiT and 0.5 for JiT
     HASTE   stop: drops the term after a fraction of training               arXiv 2505.16792
-            its alignment of attention maps (blocks 4 to 7) is not implemented
+            HASTE's alignment of attention maps (blocks 4 to 7) is not implemented
 
 With `self_flow`, the averaged network is the encoder: f_i are its tokens after a later block, at
 the less noisy of an image's two times, and no features are stored.
@@ -44,9 +44,9 @@ class Alignment(Protocol):
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
         """Return the projection, with weights from torch's global generator.
 
-        Its `block` is the index of the block whose tokens it takes. Its forward is (tokens [B,K,D],
-        ids int64 [B,K] or None for all N, features float [B,S,h,w] of any grid) -> L per image,
-        [B]. `feature_size` is S.
+        The projection's `block` is the index of the block whose tokens it takes. Its forward takes
+        tokens [B,K,D], ids int64 [B,K] or None for all N, and features float [B,S,h,w] of any grid,
+        and returns L per image, [B]. `feature_size` is S.
         """
 
 
@@ -105,7 +105,7 @@ class REPA:
 @dataclass(frozen=True, kw_only=True)
 class SelfFlow:
     """The cosine similarity of projected tokens to the averaged network's, as in Self-Flow (arXiv
-    2603.06507). The projection differs: the authors' has the layers D -> 2D -> D.
+    2603.06507). The projection differs: the authors use the layers D -> 2D -> D.
 
     The averaged network gets all tokens, without gradient; with two noise levels, it gets them at
     the less noisy of the image's two times. The authors use `objective.second_level_fraction=0.25`,
@@ -146,7 +146,7 @@ class SelfFlow:
 
 
 class Projector(nn.Module):
-    """Projects tokens and compares them with features.
+    """A network that projects tokens and compares them with features.
 
     Args:
         layers: a network on tokens [..., D], or a convolution on [B,D,h,w].
@@ -168,7 +168,7 @@ class Projector(nn.Module):
         self.layers, self.block, self.grid, self.mean_share = layers, block, grid, mean_share
 
     def forward(self, tokens: Tensor, ids: Tensor | None, features: Tensor) -> Tensor:
-        """Return minus the mean cosine similarity of the K tokens to the features, [B].
+        """Return the loss [B]: minus the mean cosine similarity of the K tokens to the features.
 
         Args:
             tokens: [B,K,D].

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 GRID_IMAGES, GRID_SEED = 100, 0
 SHOWN_CLASSES = 10
 HELD_OUT_SEED = 0
-HELD_OUT_DRAWS = 8  # noises per image for a score's held-out loss
-QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
+HELD_OUT_DRAWS = 8  # noises per image for the held-out loss of a score
+QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # written, not printed
 
 
 class EarlyRecords(logging.Handler):
@@ -67,7 +67,7 @@ class EarlyRecords(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
-        last = logging.lastResort  # prints as if this handler were not set
+        last = logging.lastResort  # without handlers, logging prints warnings by itself
         if last is not None and not logging.getLogger().handlers and record.levelno >= last.level:
             last.handle(record)
 
@@ -81,7 +81,7 @@ class EarlyRecords(logging.Handler):
 class Log:
     """Context manager that logs a run to its folder. Only rank 0 writes. `state` is the state at
     start or after a resume, `step_flops` returns the FLOPs of steps by stage, and `early` has the
-    records so far."""
+    log records so far."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Log:
             "device": describe_device(device), "precision": precision,
             "num_processes": accelerator.num_processes, "torch": torch.__version__,
         }  # fmt: skip
-        used_ops.clear()  # counting FLOPs records those of this backbone
+        used_ops.clear()  # counting FLOPs records this backbone's operations
         network = copy(state.whole)
         network.checkpoint_blocks = 0  # recomputation is not counted
         self.stages = step_flops(network)
@@ -260,7 +260,7 @@ class Log:
 
     def _write_metrics(self, step: int, numbers: dict[str, float]) -> None:
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        self.locked_folder()  # raises if the folder is another run's
+        self.locked_folder()  # raises if another run owns the folder
         self.trackers.log(step, numbers)
         text = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if not k.startswith(QUIET))
         done, total = step - self.first_step, self.setup.num_steps
@@ -296,8 +296,9 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
-        """Return whether samples, and whether a score before the end, are due after a step. In a
-        run that was `resumed` at this step, only missing ones are. Every rank must call this."""
+        """Return whether samples are due after a step, and whether a score before the end is. In a
+        run that was `resumed` at this step, only missing ones are due. Every rank must call
+        this."""
         training, last = self.setup.training, step == self.setup.num_steps
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)
@@ -365,7 +366,8 @@ class Log:
                 save_animation(grids, self.folder / "samples.gif")
 
     def score(self, state: TrainState, *, last: bool = False) -> None:
-        """Score the averaged weights, all ranks together; `last` ends the run."""
+        """Score the averaged weights; all ranks must call this. `last`: it is the score at the
+        end."""
         setup, options = self.setup, self.setup.config.evaluation
         if not last:
             options = replace(options, keep_images=None)

@@ -3,8 +3,8 @@
     images -> objective draws levels and noise, routing draws kept ids -> backbone -> loss
            -> optimizer -> averaged weights -> samples, held-out loss, checkpoints, scores
 
-What image i of step k draws depends on (seed, k, i) and on the size of the step's batch alone: a
-resumed run equals an unbroken one, on another number of processes but for rounding.
+The random choices for image i of step k depend only on (seed, k, i) and the size of the step's
+batch. So a resumed run equals an unbroken one; with another number of processes, up to rounding.
 
 B batch, C channels, H height, W width.
 """
@@ -58,7 +58,7 @@ from tread_zoo.training.setup import (
 from tread_zoo.training.sharding import full_tensor
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
 
-PURPOSES = ("flip", "latents", "label", "noise", "second level", "route")  # of a step's draws
+PURPOSES = ("flip", "latents", "label", "noise", "second level", "route")  # of random numbers
 CHECK_EVERY = 8  # micro-steps between two checks for the signals of all processes
 
 
@@ -66,7 +66,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
     """Train, and return the run's folder, with checkpoints, pictures, metrics and a score.
 
     Args:
-        fields: fields of `tread_zoo.config.RunConfig`; with `resume`, the others are the run's.
+        fields: fields of `tread_zoo.config.RunConfig`; with `resume`, all others come from the run.
 
     Raises:
         ValueError: a setting is invalid, before anything is written; or memory runs out.
@@ -91,7 +91,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
         if checkpoint is not None:
             check_same_data(checkpoint, setup.data_metadata, images=True)
         accelerator = make_accelerator(setup, device, precision)
-        setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
+        setup.batches(num_ranks=accelerator.num_processes)  # raises if there are too few images
         check_ranks_agree(accelerator, checkpoint, setup)
         state = to_devices(setup, accelerator, checkpoint)
         with (
@@ -146,7 +146,7 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
         log.bar.update()
     if signal:
         log.stopped(signal, state.step)
-        accelerator.wait_for_everyone()  # a task that ends may take its job along
+        accelerator.wait_for_everyone()  # a task that ends may end its whole job
         close_process_group_at_exit()
         signals.exit(signal)
 
@@ -154,9 +154,9 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
 def sample_and_score(
     state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = False
 ) -> int:
-    """Write the samples and the score that are due after `state.step`, if `resumed` those that a
-    signal or a crash prevented. Return the signal that any rank received meanwhile, which
-    interrupts it, or 0. Every rank must call this."""
+    """Write the samples and the score that are due after `state.step`; if `resumed`, those that a
+    signal or a crash prevented. A signal interrupts the work. Return the signal that any rank
+    received meanwhile, or 0. Every rank must call this."""
     samples, score = log.due(state.step, resumed=resumed)
     if not (samples or score):
         return 0
@@ -171,8 +171,8 @@ def sample_and_score(
 
 
 def check_steps(state: TrainState, window: Window, received: Mapping[int, float]) -> int:
-    """Wait for the queued steps, and return the signal that any rank received, or 0; `received` are
-    those of this process. Every rank must call this, and gets the same value.
+    """Wait for the queued steps, and return the signal that any rank received, or 0. `received` are
+    the signals of this process. Every rank must call this, and gets the same value.
 
     Raises:
         FloatingPointError: the loss of a rank or the gradient was not finite in a step of the
@@ -230,11 +230,12 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
             )  # fmt: skip
             loss = result.losses.mean()
             window.add(result.losses, result.values, result.levels)
-            # A loss that is not finite makes the gradient NaN, and the reduction that of all ranks.
+            # A loss that is not finite makes this rank's gradient NaN, and the reduction makes all
+            # ranks' NaN.
             accelerator.backward(loss, gradient=1 + 0 * loss.detach())
             if accelerator.sync_gradients:
                 limit = setup.training.max_grad_norm or math.inf
-                accelerator.unscale_gradients()  # its own clipping does it twice under FSDP
+                accelerator.unscale_gradients()  # accelerate's clipping would do it twice
                 norm = full_tensor(clip_grad_norm_(list(state.parameters.values()), limit))
                 window.norms.append(norm)
                 skipped = norm.isfinite().logical_not().float()
@@ -290,7 +291,7 @@ def step_loss(
         batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
             contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on.
         step: the micro-step, from 0 over the whole run.
-        model, projector: wrapped for several processes; None: those of `setup`.
+        model, projector: wrapped for several processes; None: `setup.backbone`, `setup.projector`.
         teacher: the averaged network, if the alignment takes its features from it.
         rank: rank of this process, which has part `rank` of the step's batch.
         device: device of the weights.
@@ -314,7 +315,7 @@ def _loss(
     projector: torch.nn.Module | None = None,
     teacher: Backbone | None = None,
 ) -> StepLoss:
-    """Return the loss of what `draw_step` gives."""
+    """Return the loss of a batch, given the outputs of `draw_step`."""
     device = x.device
     if teacher is not None:
         with torch.no_grad(), autocast(device, precision):
@@ -361,7 +362,7 @@ def _features_of(
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
         nonlocal tokens
         tokens = teacher.tokens_after(x_t, t, y, projector.teacher_block)  # type: ignore
-        return x_t  # the objective scales what the network sees; its slope is not needed
+        return x_t  # the objective scales the network's input; the slope is not used
 
     objective.dx_dt(predict, x_t, level)
     out: Tensor = tokens.mT.unflatten(2, teacher.grid)
@@ -375,10 +376,10 @@ def draw_step(
     labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
     [B,S,h,w] of the same images, mirrored or not, or None.
 
-    What image i of the step draws depends on (seed, step, i) alone, i counted over all ranks, and
-    is drawn on `device`: a rank draws for its own images, and the same images get the same draws on
-    whatever number of ranks. Whether and how much is routed, and whether the step drops its paths,
-    depends on the optimizer step alone: a path saves time only if no rank waits for another.
+    The random numbers of image i depend only on (seed, step, i), with i counted over all ranks, and
+    are drawn on `device`. A rank draws them for its own images, so images get the same numbers on
+    any number of ranks. Whether and how much is routed, and whether paths are dropped, depends on
+    the optimizer step alone: skipping saves time only if no rank waits for another.
     """
     images, labels, *features = batch
     training, codec, seed = setup.training, setup.data.codec, setup.config.seed
@@ -404,7 +405,8 @@ def draw_step(
 
 
 def _draw(setup: Setup, shape: Sequence[int], generator: Mapping[str, ImageGenerator]) -> Draw:
-    """Return the objective's draw for images of `shape`, by generators of two purposes."""
+    """Return the objective's draw for images of `shape`, from the generators for noise and
+    levels."""
     draw = setup.objective.draw(shape, generator["noise"])
     if getattr(setup.objective, "second_level_fraction", 0):
         levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
@@ -426,13 +428,13 @@ def affordable_steps(config: RunConfig) -> int:
 def step_flops(
     setup: Setup, network: Backbone, routing: Method | None = None
 ) -> list[tuple[range, float]]:
-    """Return the steps of each stage of a run with the FLOPs per image of all that the loss of a
-    step computes: further passes, a teacher's and the alignment's projection included.
+    """Return for each stage of a run the number of steps, and the FLOPs per image of a step's whole
+    loss, including further passes, a teacher and the alignment's projection.
 
     Args:
-        setup: of the run.
-        network: whose passes count.
-        routing: in place of the run's.
+        setup: the run.
+        network: the network whose passes are counted.
+        routing: the routing method instead of the run's.
     """
     stages, stop = [], setup.aligned_steps
     for aligned, part in ((True, range(stop)), (False, range(stop, setup.num_steps))):
@@ -446,14 +448,14 @@ def step_flops(
 
 @dataclass(frozen=True)
 class _CountedLoss:
-    """The loss of a step on the meta device, as `stage_flops` takes it."""
+    """The loss of a step on the meta device, in the form that `stage_flops` takes."""
 
     setup: Setup
     aligned: bool
 
     @property
     def key(self) -> str:
-        """What its FLOPs depend on, beside the network and the routes."""
+        """What the FLOPs depend on besides the network and the routes."""
         setup = self.setup
         alignment = (setup.alignment, setup.data.features) if self.aligned else None
         return repr((setup.objective, alignment, setup.routing))

@@ -8,7 +8,7 @@
     wsd        f = 1, then linear to 0 over the last fraction `decay` of all steps (warm-up, stable,
                decay; MiniCPM, arXiv 2404.06395)
 
-A schedule is called with (step, num_steps); steps count from 0. warmup_steps=auto is 50, or a fifth
+A schedule is called with (step, num_steps). Steps count from 0. warmup_steps=auto is 50, or a fifth
 of the steps if there are fewer than 250.
 """
 

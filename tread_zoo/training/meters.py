@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tread_zoo.training.setup import TrainState
 
-NUM_LEVELS = 4  # losses are logged per quarter of the noise levels, lowest first
+NUM_LEVELS = 4  # losses are logged for each quarter of the noise levels, lowest first
 # Peak TFLOPS from data sheets, without sparsity: (fp32 without TF32, bf16 or fp16).
 PEAK_TFLOPS = {
     "A10": (31.2, 125), "A30": (10.3, 165), "A40": (37.4, 149.7),
@@ -36,7 +36,8 @@ def timed(state: TrainState, name: str) -> Iterator[None]:
 
 
 class Window:
-    """The optimizer steps since the last line of the log; only seconds of training count."""
+    """The optimizer steps since the last line of the log. Its speed counts only seconds of
+    training."""
 
     def __init__(self, state: TrainState) -> None:
         self.learning_rate = self.grad_norm = math.nan  # at the last step
@@ -83,13 +84,13 @@ class Window:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of a GPU's tensors since the start, or of the process."""
+    """Return the peak memory in bytes since the start: of the GPU's tensors, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
 
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024  # bytes there, KiB elsewhere
+    return used if sys.platform == "darwin" else used * 1024  # bytes on macOS, KiB elsewhere
 
 
 def peak_flops(name: str, precision: str) -> float | None:

@@ -57,8 +57,8 @@ def load_optimizer_state(
     *,
     with_groups: bool,
 ) -> None:
-    """Load what `optimizer_state` returned; each rank loads its slices. `with_groups` also restores
-    the groups' options, in place of those that the optimizer was built with."""
+    """Load the result of `optimizer_state`; each rank loads its slices. `with_groups` also
+    restores the groups' options instead of keeping those with which the optimizer was built."""
     for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
         numbers = {name: number for number, name in enumerate(_names(inner, parameters))}
         content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)
@@ -70,7 +70,7 @@ def load_optimizer_state(
                 state[numbers[parameter]][name] = value
         content["state"] = dict(state)
         if with_groups:
-            # The last group may be missing: it exists only while an alignment does.
+            # The last group may be missing: it belongs to an alignment, which may have stopped.
             for group, options in zip(content["param_groups"], saved["groups"], strict=False):
                 group |= options
         inner.load_state_dict(content)

@@ -18,11 +18,11 @@ from tread_zoo.training.sharding import full_tensor, slice_like
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 DecayOn = Literal["all", "matrices"]
-STACKED = 2**24  # numbers of the matrices that Muon steps together: 64 MiB in float32
+STACKED = 2**24  # numbers in the matrices that Muon steps together: 64 MiB in float32
 
 
 class OptimizerPart(Protocol):
-    """What is registered as an optimizer."""
+    """The interface of registered optimizers."""
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
         """Return the optimizer of all parameters of `backbone`, on their device."""
@@ -34,8 +34,8 @@ class AdamW:
     """AdamW (arXiv 1711.05101) of every parameter.
 
     Args:
-        learning_rate: its peak; auto is what the backbone's preset is trained with.
-        weight_decay, beta1, beta2: as of torch.
+        learning_rate: the peak; auto is the rate registered with the backbone.
+        weight_decay, beta1, beta2: as in torch.
         weight_decay_on: all parameters, or matrices: then norms, biases and embeddings are exempt.
             Rates, steps and D of scans always are; see `no_weight_decay_names`.
     """
@@ -63,15 +63,15 @@ class Muon:
     `hidden_matrices` and docs/training.md.
 
     Args:
-        learning_rate: the peak of Muon's; auto is what the backbone's preset is trained with.
-        momentum, nesterov, ns_steps: as of torch; `ns_steps` is the number of Newton-Schulz steps.
-        weight_decay: of both.
-        weight_decay_on: as of `AdamW`; what Muon trains is decayed.
+        learning_rate: the peak of Muon's rate; auto is the rate registered with the backbone.
+        momentum, nesterov, ns_steps: as in torch; `ns_steps` is the number of Newton-Schulz steps.
+        weight_decay: the decay of both.
+        weight_decay_on: as in `AdamW`; Muon's matrices are always decayed.
         adjust_lr_fn: factor on Muon's rate by the shape [rows, columns] of a matrix;
             match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that rates of AdamW fit (Moonlight,
             arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
-        adamw_learning_rate: the peak of AdamW's; auto is `learning_rate`.
-        beta1, beta2: of AdamW.
+        adamw_learning_rate: the peak of AdamW's rate; auto is `learning_rate`.
+        beta1, beta2: options of AdamW.
     """
 
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
@@ -119,8 +119,8 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
     A parameter [.., rows, columns] is split along its rows: `qkv` has three parts, a single matrix
     has one, (rows,). Leading dimensions are stacked along the rows.
 
-    These are the linear layers of the blocks, and what a module in them lists in `fused_rows`,
-    {parameter name: sizes}. Embeddings, positions and heads are left to AdamW.
+    Muon trains the linear layers of the blocks, and the parameters that a module of a block lists
+    in `fused_rows`, {parameter name: sizes}. Embeddings, positions and heads are left to AdamW.
     """
     matrices: dict[str, tuple[int, ...]] = {}
     for path, module in backbone.blocks.named_modules(prefix="blocks"):
@@ -133,8 +133,8 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
 
 
 def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[str]:
-    """Return the names of the parameters without weight decay: those that are marked
-    `_no_weight_decay`, as those of fla and mamba; if only matrices are decayed also biases, other
+    """Return the names of the parameters without weight decay: parameters that are marked
+    `_no_weight_decay`, as in fla and mamba. If only matrices are decayed, also biases, other
     vectors, and embeddings, which are the parameters of the backbone itself and of `nn.Embedding`.
     """
     spared = set()
@@ -151,8 +151,8 @@ def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[s
 def _split(
     parameters: Mapping[str, Tensor], spared: Collection[str], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return parameter groups: of what is spared from weight decay, if there is any, and last of
-    what is not, which further parameters join."""
+    """Return parameter groups: one without weight decay, if `spared` is not empty, and last the
+    group with weight decay, which further parameters join."""
     first = [p for name, p in parameters.items() if weight_decay and name in spared]
     rest = [p for name, p in parameters.items() if not weight_decay or name not in spared]
     groups = [{"params": first, "weight_decay": 0.0}] if first else []
@@ -160,7 +160,8 @@ def _split(
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon of matrices, each part of a fused one as a parameter of its own; AdamW of the rest.
+    """Muon for matrices, where each part of a fused matrix is stepped by itself; AdamW for the
+    rest.
 
     It computes what `torch.optim.Muon` does, but matrices of one shape together: a network has
     hundreds of matrices and a few shapes. Momentum is sharded as its parameter (FSDP2). Sharded
@@ -168,7 +169,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     With `found_inf` of 1.0 set, as on torch's fused optimizers, a step changes nothing.
 
     Args:
-        parameters: all, by name.
+        parameters: all trained parameters, by name.
         matrices: sizes of the parts along the rows, by name; see `hidden_matrices`.
         muon, adamw: options of torch's optimizers. The parameter groups are those of `muon`, one
             for each way to split, which is its `row_sizes`; then those of `adamw`.
@@ -195,14 +196,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return the closure's value, and move every parameter that has a gradient."""
+        """Step every parameter that has a gradient, and return the closure's value."""
         loss, skipped = None, getattr(self, "found_inf", None)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             if "row_sizes" not in group:
-                adamw = torch.optim.AdamW([dict(group)])  # a copy: it would add its defaults
+                adamw = torch.optim.AdamW([dict(group)])  # a copy, to which torch adds defaults
                 adamw.state, adamw.found_inf = self.state, skipped  # type: ignore[attr-defined]
                 adamw.step()
                 continue
@@ -219,14 +220,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def _step_matrices(
         self, parameters: list[Tensor], group: Mapping[str, Any], skipped: Tensor | None
     ) -> None:
-        """Move matrices of one shape."""
+        """Step the matrices of one shape."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         weights, rate, momentum = [p.detach() for p in parameters], group["lr"], group["momentum"]
-        if skipped is not None:  # then averages stay, and the rate is 0
+        if skipped is not None:  # if skipped, momentum stays and the rate is 0
             pairs = zip(averages, gradients, strict=True)
             gradients = [torch.where(skipped > 0, average, given) for average, given in pairs]
             rate = rate * (skipped == 0)
@@ -266,7 +267,7 @@ def orthogonalized(matrices: Tensor, num_steps: int) -> Tensor:
 
 
 def _factor(rows: int, columns: int, adjust_lr_fn: str) -> float:
-    """Return the factor on the rate of a matrix; see `Muon`."""
+    """Return the factor on a matrix's learning rate; see `Muon`."""
     if adjust_lr_fn == "original":
         return max(1.0, rows / columns) ** 0.5
     return 0.2 * max(rows, columns) ** 0.5

@@ -30,7 +30,7 @@ text {{ fill: currentColor; font-size: 12px }} polyline {{ fill: none; stroke-wi
 """
 WIDTH, HEIGHT, MARGIN = 720, 220, 40
 CURVES = {"loss": "loss in training", "held_out_loss": "held-out loss"}
-MOST_POINTS = 400  # per curve
+MOST_POINTS = 400  # points per curve
 REFRESH_S = 20  # an open page reloads itself at this interval
 
 

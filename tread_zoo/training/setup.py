@@ -228,7 +228,7 @@ class TrainState:
     averages: dict[str, WeightAverage]  # by file name in a checkpoint
     rates: list[float] = field(default_factory=list)  # peak learning rates of parameter groups
     step: int = 0  # optimizer steps done
-    seconds: dict[str, float] = field(default_factory=dict)  # spent so far, by purpose
+    seconds: dict[str, float] = field(default_factory=dict)  # seconds spent so far, by purpose
 
     @property
     def average(self) -> WeightAverage:
@@ -313,7 +313,7 @@ def to_devices(
         for part, average in averages.items():
             load_weights(average.network, checkpoint, part)
         if projector is not None and "alignment.safetensors" in checkpoint.meta["sha256"]:
-            load_weights(projector, checkpoint, "alignment")  # absent if new in this resume
+            load_weights(projector, checkpoint, "alignment")  # absent if switched on now
     dtype = DTYPES[resolve_precision(setup.training.precision, accelerator.device)]
     if setup.training.compile:
         describe(accelerator.device, dtype=dtype)  # compiled code cannot check kernels
@@ -351,7 +351,7 @@ def to_devices(
 
 
 def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's optimizer, scaler, step and seconds."""
+    """Load the optimizer, the scaler, the step and the seconds from a checkpoint."""
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
     if before["name"] == now["name"]:  # another optimizer starts fresh
@@ -398,7 +398,7 @@ def _mark_sizes(call: Any) -> Any:
         elif isinstance(value, tuple):
             for each in value:
                 mark(each)
-        elif is_dataclass(value):  # what a mixer prepared
+        elif is_dataclass(value):  # the result of a mixer's `prepare`
             mark(tuple(vars(value).values()))
 
     def marked(*args: Any) -> Any:

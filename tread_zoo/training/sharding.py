@@ -1,4 +1,4 @@
-"""Weights in slices, one for each rank (FSDP2): torch's `DTensor`."""
+"""Sharded weights, one slice for each rank (FSDP2): torch's `DTensor`."""
 
 import os
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
     """Shard the weights of all modules over all ranks, in place. The first module is the network,
     whose blocks are sharded one by one.
 
-    If autocast casts all weights of a block, the block is gathered in `dtype`, with equal results;
-    norms, and rates and steps of scans, need float32. Gradients are reduced in float32.
+    If autocast casts all weights of a block, the block is gathered in `dtype`, with equal results.
+    Norms, and the rates and steps of scans, need float32. Gradients are reduced in float32.
     accelerate's own plugin is not used: it finds blocks by class names and does not support CPUs.
     """
     from torch.distributed.device_mesh import init_device_mesh

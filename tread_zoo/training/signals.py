@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 REQUEUE_STATUS = 75
 REQUEUE_SIGNALS: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
-# Ascending priority: if several signals came, here or in other processes, the last in it decides.
+# By priority: if several signals came, in any process, the last of this order decides.
 SIGNALS: tuple[int, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *REQUEUE_SIGNALS)
 AGAIN_AT_ONCE = (signal.SIGINT, signal.SIGTERM)
 # A launcher repeats signals that the terminal or cluster has already sent to every process.
@@ -40,9 +40,9 @@ class Stopped(SystemExit):
 
 
 def requeue_from_the_start() -> None:
-    """Until `StopSignals` takes over, end the process with the requeue status on signals that
-    requeue: by default the status is another. Until `imported`, Ctrl-C ends the process with one
-    line, because an interrupted import may raise anything."""
+    """Let signals that requeue end the process with the requeue status until `StopSignals` takes
+    over; Python's default status is another. Until `imported` is called, Ctrl-C ends the process
+    with one line, because an interrupted import may raise any exception."""
     for number in REQUEUE_SIGNALS:
         signal.signal(number, _requeue)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -113,7 +113,7 @@ class StopSignals:
         """Leave the `with` block at the first call of `network` after a signal was recorded."""
 
         def check(module: "nn.Module", given: object) -> None:
-            if module is network and self.received:  # copies count FLOPs
+            if module is network and self.received:  # copies of the network count FLOPs
                 raise Stopped
 
         hook = network.register_forward_pre_hook(check)

@@ -82,7 +82,7 @@ class AccelerateTracker(Tracker):
             options = {"run_name": run_dir.name}
         self.tracker = LOGGER_TYPE_TO_CLASS[self.service](self.project, **options)
         self.tracker.start()
-        if self.service != "tensorboard":  # it would show them as a separate run
+        if self.service != "tensorboard":  # the service would show them as a separate run
             self.tracker.store_init_configuration(settings)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -114,7 +114,7 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
         "dir": str(run_dir),
     }  # fmt: skip
     if sys.argv != without_credentials(sys.argv):
-        options["settings"] = {"x_disable_meta": True}  # else wandb stores the command line
+        options["settings"] = {"x_disable_meta": True}  # otherwise wandb stores the command line
     site = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if not {"WANDB_MODE", "WANDB_API_KEY"} & os.environ.keys() and get_netrc_auth(site) is None:
         options["mode"] = "offline"
@@ -158,7 +158,7 @@ class Trackers:
         try:
             if self.tracker:
                 getattr(self.tracker, method)(*given)
-        except Exception as error:  # services raise anything
+        except Exception as error:  # services raise any exception
             self.tracker = None
             logger.warning(
                 "tracker=%s failed and is dropped; the run continues, and metrics.jsonl stays "

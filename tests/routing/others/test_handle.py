@@ -235,7 +235,7 @@ def test_passes_of_one_step_differ_and_a_step_repeats():
 
 def test_schedules_need_the_step():
     network, routes = routed(selection_rate=["linear", 0.75, 0.25], dense_tail=0.5)
-    with pytest.raises(RuntimeError, match="at"):
+    with pytest.raises(RuntimeError, match="set_step"):
         network(tokens())
     kept = []
     for step in range(8):

@@ -29,7 +29,7 @@ register(
         ),
         Implementation("torch", attention_torch),
         Implementation("naive", attention_naive),
-        # After all others: torch's own has the same kernel, so "auto" needs no package.
+        # Last in the order: torch has the same kernel, so "auto" needs no package.
         Implementation("flash-attn", attention_flash, FLASH, flash_unsuited),
     ],
     lambda normal, batch, length, heads, width: tuple(

@@ -1,8 +1,8 @@
 """Fused attention, which never stores the N x N weights: torch's own, and the package flash-attn.
 
-On a CPU torch's is the quicker one in float32. In half precision its backward pass is slow there:
-forward and backward take 3.6 times as long as two matrix products at 64 tokens, 2 at 256, and as
-long at about 2048.
+On a CPU torch's kernel is faster than two matrix products in float32. In half precision its
+backward pass is slow there: forward and backward take 3.6 times as long as two matrix products at
+64 tokens, twice as long at 256, and equally long at about 2048.
 """
 
 import torch
@@ -22,12 +22,12 @@ FLASH = LibraryFunction(
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return `torch.nn.functional.scaled_dot_product_attention`."""
+    """Return the result of `torch.nn.functional.scaled_dot_product_attention`."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
-    """Return why two matrix products are quicker, or None."""
+    """Return why two matrix products are faster, or None."""
     if q.device.type != "cpu" or k.shape[-2] > CPU_HALF_TOKENS:
         return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
@@ -37,7 +37,7 @@ def unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str
 
 
 def attention_flash(q: Tensor, k: Tensor, v: Tensor, mask: None = None) -> Tensor:
-    """Return `flash_attn_func`, which takes and gives [B, N, H, Dh]."""
+    """Return the result of `flash_attn_func`, whose layout is [B, N, H, Dh]."""
     return FLASH(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Attention as two matrix products and a softmax: quick where N x N is small."""
+"""Attention as two matrix products and a softmax: fast where N x N is small."""
 
 import torch
 from torch import Tensor

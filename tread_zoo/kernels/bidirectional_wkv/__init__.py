@@ -80,7 +80,7 @@ def bidirectional_wkv(
 
 def _check_order(positions: Tensor, length: int) -> None:
     if positions.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # to read them would wait for the device, or break the graph
+        return  # reading the positions would wait for the device, or break the graph
     if bool((positions.diff(dim=1) <= 0).any()):
         raise ValueError("positions must ascend in every row; sort the tokens by them.")
     if bool((positions[:, 0] < 0).any()) or bool((positions[:, -1] >= length).any()):

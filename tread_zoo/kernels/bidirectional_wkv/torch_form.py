@@ -1,13 +1,13 @@
 """The bidirectional WKV in plain torch: two linear scans, carried in log space.
 
-A token's sums over those before it and over those after it follow the same recurrence, once in
-each direction. With s = w/T, d_t the distance from step t to the next, e_t = k_t - (d_t - 1) s,
+The sum over the tokens before a token and the sum over those after it follow one recurrence, once
+in each direction. With s = w/T, d_t the distance from step t to the next, e_t = k_t - (d_t - 1) s,
 
     m_{t+1} = max(m_t - d_t s, e_t)                       the largest log-weight so far
     a_t = exp(m_t - d_t s - m_{t+1}),   b_t = exp(e_t - m_{t+1})
     h_{t+1} = a_t h_t + b_t (v_t, 1)                      the two sums, over exp(m_{t+1})
 
-A token's two sums of both directions and its own term, exp(u + k_t) (v_t, 1), are put on their
+The sums of both directions and the token's own term, exp(u + k_t) (v_t, 1), are scaled by their
 largest exponent r_t; the quotient is the output. Every exponent is at most 0 and the largest one of
 a sum is 0, so nothing overflows and no quotient is 0/0, however long the decay or large the keys.
 

@@ -37,12 +37,12 @@ from tread_zoo.kernels.operators import empty_like, make_operator
 
 KERNELS = "tread_zoo.kernels.bidirectional_wkv.triton_kernels"
 CHUNK = 16  # steps of a program. More fill its registers; with fewer it has more chunks to merge
-GROUP = 4  # of them, whose loads are under way at once; CHUNK / GROUP is a power of two
-BLOCK = 32  # channels of a program, one a thread
+GROUP = 4  # steps whose loads are in flight together; CHUNK / GROUP is a power of two
+BLOCK = 32  # channels of a program, one per thread
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
 if torch.version.hip is None:
-    # 16 programs fit on a multiprocessor, and only NVIDIA's can be told. Of itself the last kernel
-    # takes 200; so it puts some values aside, at most 5 % of what it executes.
+    # With 128 registers, 16 programs fit on a multiprocessor; only NVIDIA's compiler takes a limit.
+    # The last kernel would take 200, so it spills: at most 5 % of its instructions.
     OPTIONS["maxnreg"] = 128
 
 
@@ -75,7 +75,7 @@ def _backward(
 
 
 def _edges(k: Tensor, size: int) -> Tensor:
-    """Return memory for states of `size` values at both edges of each chunk."""
+    """Return empty memory for states of `size` values at both edges of each chunk."""
     batch, num_tokens, channels = k.shape
     num_chunks = -(-num_tokens // CHUNK)
     return k.new_empty(batch, num_chunks, 2, size, channels, dtype=torch.float32)
@@ -95,7 +95,7 @@ def _empty(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
 
 
-# FLOPs are those of the operation: they do not depend on the form that runs.
+# FLOPs belong to the operation: they do not depend on the form that runs.
 bidirectional_wkv_triton = make_operator(
     "bidirectional_wkv_triton",
     _forward,

@@ -5,11 +5,11 @@ A program is one warp. It has one chunk of CHUNK steps of one row of the batch, 
 thread: loads and stores are whole lines, no thread needs another's values, and a state is a handful
 of registers. The loads of a few steps are issued together, before anything is computed.
 
-Chunks are independent but for what comes in from the others. There are two kernels each forward and
-backward: one writes every chunk's state at its last step, going forth, and at its first, going
-back; the other merges those of the chunks on either side of its own and walks through its chunk
-both ways. So time is cut into L / CHUNK programs; batch and channels alone would leave most of a
-large GPU idle.
+Chunks depend on each other only through the states at their edges. Forward and backward have two
+kernels each. The first writes every chunk's forth state at its last step and its back state at its
+first step. The second merges the states of the chunks on either side of its own and walks through
+its chunk both ways. So time is cut into L / CHUNK programs; batch and channels alone would leave
+most of a large GPU idle.
 
 Dimensions: B batch, L length, C channels, n chunks. States at the edges of chunks are float32
 [B, n, 2, S, C]: forth, then back; S = 3, m N D, forward, and S = 5, m A Z A' Z', backward.
@@ -18,8 +18,8 @@ Dimensions: B batch, L length, C channels, n chunks. States at the edges of chun
 import triton
 import triton.language as tl
 
-NOTHING = tl.constexpr(-1e30)  # the log-weight of nothing; not -inf, whose differences are NaN
-LENGTHS = ["length", "num_chunks"]  # another number of tokens must not compile anew
+NOTHING = tl.constexpr(-1e30)  # log-weight of an empty sum; not -inf, whose differences are NaN
+LENGTHS = ["length", "num_chunks"]  # another number of tokens must not need a new compilation
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -27,7 +27,7 @@ def summarise(
     k_ptr, v_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the states at the edges of each chunk, of what is in it."""
+    """Write the states at the edges of each chunk, computed from its own steps."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -121,7 +121,7 @@ def summarise_grads(
     grad_ptr, out_ptr, lse_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the backward states at the edges of each chunk, of what is in it."""
+    """Write the backward states at the edges of each chunk, computed from its own steps."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -155,7 +155,7 @@ def differentiate(
     gk_ptr, gv_ptr, gs_ptr, gu_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ∂k and ∂v [B, L, C], and the chunks' parts of ∂s and ∂u [B, n, C]."""
+    """Write ∂k and ∂v [B, L, C], and what each chunk adds to ∂s and ∂u, [B, n, C]."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
@@ -222,7 +222,7 @@ def _grads_after_groups(
     length, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the backward states of what is after each group of the chunk, [GROUPS, BLOCK] each."""
+    """Return the backward states after each group of the chunk, [GROUPS, BLOCK] each."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
     for chunk in range(num_chunks - 1, start // CHUNK, -1):
@@ -252,20 +252,20 @@ def _grads_after_groups(
 
 @triton.jit
 def _put(states, group, state):
-    """Return states [GROUPS, BLOCK] with that of `group` set, [BLOCK]."""
+    """Return states [GROUPS, BLOCK] with the state of `group` replaced, [BLOCK]."""
     return tl.where(tl.arange(0, states.shape[0])[:, None] == group, state[None, :], states)
 
 
 @triton.jit
 def _take(states, group):
-    """Return that of `group`."""
+    """Return the state of `group`, [BLOCK]."""
     here = tl.arange(0, states.shape[0])[:, None] == group
     return tl.sum(tl.where(here, states, 0.0), axis=0)
 
 
 @triton.jit
 def _merge(m, n, d, fall, m_new, n_new, d_new):
-    """Return two states as one, the first decayed by `fall`."""
+    """Return the sum of two states, the first one decayed by `fall`."""
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
     return top, old * n + new * n_new, old * d + new * d_new
@@ -275,7 +275,7 @@ def _merge(m, n, d, fall, m_new, n_new, d_new):
 def _merge_grads(
     m, a, z, far_a, far_z, gap, rate, m_new, a_new, z_new, far_a_new, far_z_new
 ):  # fmt: skip
-    """Return two backward states as one, the first from `gap` further away."""
+    """Return the sum of two backward states, the first one from `gap` further away."""
     fall = gap * rate
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
@@ -291,7 +291,7 @@ def _merge_grads(
 
 @triton.jit
 def _here(num_chunks, channels, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's row of the batch, its first step, its channels, and which there are."""
+    """Return the program's row of the batch, first step, channels, and which channels exist."""
     row = tl.program_id(0) // num_chunks
     start = (tl.program_id(0) % num_chunks) * CHUNK
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -300,7 +300,7 @@ def _here(num_chunks, channels, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(at, inside, other):
-    """Return float32; the load itself could give `other` in the dtype of the memory only."""
+    """Return loaded values as float32. tl.load's own `other` would have the dtype of the memory."""
     return tl.where(inside, tl.load(at, mask=inside, other=0.0).to(tl.float32), other)
 
 
@@ -318,7 +318,7 @@ def _load_5(at, c_in, channels):
 
 @triton.jit
 def _rows(at, left, channels, CHUNK: tl.constexpr, other):
-    """Return CHUNK steps, float32 [BLOCK] each; `other` where nothing is left."""
+    """Return CHUNK steps, float32 [BLOCK] each; `other` past the end."""
     rows = ()
     for i in tl.static_range(CHUNK):
         rows += (_load(at + i * channels, i < left, other),)
@@ -327,7 +327,7 @@ def _rows(at, left, channels, CHUNK: tl.constexpr, other):
 
 @triton.jit
 def _gaps(places_ptr, row, start, length, CHUNK: tl.constexpr):
-    """Return CHUNK + 1 distances: from the step before `start`, and from each of the chunk on."""
+    """Return CHUNK + 1 distances from each step to the next; the first step is `start` - 1."""
     gaps = ()
     for i in tl.static_range(CHUNK + 1):
         gaps += (_distance(places_ptr, row, start + i - 1, start + i, length),)
@@ -336,7 +336,7 @@ def _gaps(places_ptr, row, start, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _to_edge(places_ptr, row, start, length, way, CHUNK: tl.constexpr):
-    """Return each step's distance to the last one of the chunk, going forth, or to its first."""
+    """Return each step's distance to the chunk's last step, going forth, or to its first step."""
     away = ()
     for i in tl.static_range(CHUNK):
         if way == 0:
@@ -348,7 +348,7 @@ def _to_edge(places_ptr, row, start, length, way, CHUNK: tl.constexpr):
 
 @triton.jit
 def _distance(places_ptr, row, here, there, length):
-    """Return p_there - p_here as float32; past the ends, a step is where the nearest one is."""
+    """Return p_there - p_here as float32; steps past an end have the position of the last one."""
     if places_ptr is None:
         return (there - here) * 1.0  # a step may be a number under the interpreter
     else:

@@ -45,10 +45,10 @@ def causal_conv1d(
     """Return y_t = bias + Σ_{s < W} weight[:, W-1-s] x_{t-s}, [B, L, D], in the dtype of x.
 
     Args:
-        x: [B, L, D]; what lies before its start counts as zero.
-        weight: [D, W], the last tap on the present.
+        x: [B, L, D]; steps before the first count as zero.
+        weight: [D, W]; the last tap multiplies the present step.
         bias: [D] or None.
-        segment_ids: integers [B, L]; taps into a position of another id count as zero.
+        segment_ids: integers [B, L]; a tap on a position with another id counts as zero.
 
     Raises:
         ValueError: for an empty input, or shapes that do not fit together.

@@ -11,7 +11,7 @@ CONVOLUTION = LibraryFunction("causal_conv1d", "causal_conv1d_fn", "pip install 
 def causal_conv1d_fused(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
-    """Return `causal_conv1d_fn`, which takes [B, D, L] with the channels contiguous."""
+    """Return the result of `causal_conv1d_fn`, whose layout is [B, D, L], channels contiguous."""
     return CONVOLUTION(
         x.contiguous().transpose(1, 2),
         weight,

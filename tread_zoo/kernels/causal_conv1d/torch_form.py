@@ -21,7 +21,7 @@ def causal_conv1d_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return the convolution; see `tread_zoo.kernels.causal_conv1d`."""
-    # While compiling: an operator of its own could not be fused.
+    # While compiling: a custom operator could not be fused.
     run = _Fusible.apply if torch.compiler.is_compiling() else _operator
     return run(x, weight, bias, segment_ids)
 
@@ -55,14 +55,14 @@ def _gradients(
 
 
 class _Fusible(torch.autograd.Function):
-    """The same, which a compiler looks into."""
+    """The same convolution as an autograd function, which torch.compile can trace and fuse."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, segment_ids)
-        # torch 2.11 compiles the gradients of what was changed in place, and returned, to zeros.
+        # torch 2.11 compiles the gradients of a returned tensor that was changed in place to zeros.
         return _convolve(x, weight, bias, segment_ids).clone()
 
     @staticmethod
@@ -73,13 +73,13 @@ class _Fusible(torch.autograd.Function):
 
 
 def _flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int, int]:
-    """2 B L D W: a convolution, as torch counts its own, with the zeros before the start; and twice
-    that for ∂x and ∂w."""
+    """Return 2 B L D W, as torch counts a convolution, zeros before the start included; and twice
+    as much for ∂x and ∂w."""
     return 2 * math.prod(x) * weight[1], 4 * math.prod(x) * weight[1]
 
 
 def _inside(values: Tensor, segment_ids: Tensor | None, back: int) -> Tensor:
-    """Zero what lies between positions of different segments, `back` apart."""
+    """Zero the products of positions `back` apart that are in different segments."""
     if segment_ids is None:
         return values
     same = segment_ids[:, back:] == segment_ids[:, :-back]

@@ -62,8 +62,8 @@ def dplr_delta_rule(
     Args:
         q, k, a, b: queries, keys and the low-rank transition [B, L, H, K].
         v: values [B, L, H, V]; the result has their shape and dtype.
-        log_decay: g <= 0 [B, L, H, K], of any size: a factor exp(g) below the precision of the
-            dtype, exp(-16) in float32, counts as that precision.
+        log_decay: g <= 0 [B, L, H, K], of any size. A factor exp(g) below the precision of the
+            dtype, exp(-16) in float32, is rounded up to that precision.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
         scale: factor on the result.
 

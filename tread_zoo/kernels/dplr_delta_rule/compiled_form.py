@@ -35,8 +35,8 @@ def _backward(grad: Tensor, u: Tensor, states: Tensor, *args: Any) -> tuple[Tens
 def _flops(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """Those of the torch form, as for every form: its products of pairs, those with values, the
-    solutions for them and for the state, and those with the state. Its inverses beside them."""
+    """Return the FLOPs of the torch form, which every form reports: products of pairs, of values
+    and of states, the solutions for values and states, and the inverses."""
     (batch, length, heads, size), width = q, v[3]
     chunks = -(-length // CHUNK)
     steps = -(-length // chunks)

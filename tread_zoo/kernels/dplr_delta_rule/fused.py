@@ -1,8 +1,8 @@
 """Adapter of fla's Triton kernel; importing fla needs triton.
 
-It knows no segments of padded batches. Where one begins, a log-decay of `RESET` leaves 1e-13 of the
-state, and a = 0 does not look at it. A lower one would leave less, but what is summed over a chunk
-of 16 steps in float32 loses the digits of the decays after it.
+The kernel does not support segments. Where a segment begins, a log-decay of `RESET` leaves 1e-13 of
+the state, and a = 0 ignores it. A lower log-decay would leave less, but the kernel sums log-decays
+over 16 steps in float32, and the sum would lose the digits of later decays.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ CHUNK_DPLR = LibraryFunction(
     "fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", "pip install fla-core"
 )
 RESET = -30.0
-NARROWEST = 16  # of Triton's products
+NARROWEST = 16  # smallest width that Triton's matrix products take
 
 
 def dplr_delta_rule_fla(
@@ -27,7 +27,7 @@ def dplr_delta_rule_fla(
     segment_ids: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return `chunk_dplr_delta_rule`, which RWKV-7's own function calls, too."""
+    """Return the result of `chunk_dplr_delta_rule`, which fla's RWKV-7 function calls, too."""
     falls = reset(log_decay.float().clamp_min(RESET), segment_ids, RESET)
     given = [x.to(v.dtype).contiguous() for x in (q, k, v, reset(a, segment_ids, 0.0), b)]
     return CHUNK_DPLR(*given, falls.contiguous(), scale=scale)[0].to(v.dtype)

@@ -10,17 +10,17 @@ before the chunk and S' the one after it,
     S'  = exp(s_Q) S + Σ_j (b_j u_jᵀ + k_j v_jᵀ) exp(s_Q - s_j)
 
 where ⟨a_i, b_j⟩ = Σ_channels a_i b_j exp(s_{i-1} - s_j), and with s_i for q. The first line is a
-unit lower triangular system for all u of the chunk: solved for S = 0 and for the part linear in S
-at once, so that the walk over the chunks has two small products a step.
+unit lower triangular system for all u of the chunk. It is solved for S = 0 and for the part linear
+in S at once, so the walk over the chunks has two small products per chunk.
 
-⟨·,·⟩ of all pairs is one matrix product of a exp(s - m) and b exp(m - s), m the sum in the middle
-of the chunk. Two things keep that right for any decay: the log-decays of a step are cut off at the
-logarithm of the type's precision, below which what is left of a state is less than its rounding;
-and the product is in float64, which holds exp(± Q/2 · 16) (and 36 in place of 16, for float64).
+⟨·,·⟩ of all pairs is one matrix product of a exp(s - m) and b exp(m - s), with m the sum in the
+middle of the chunk. Two things keep it exact for any decay. Log-decays are clamped at the logarithm
+of the dtype's precision, below which the rest of a state is less than its rounding. And the product
+is in float64, which holds exp(± Q/2 · 16) (for float64 inputs, 36 instead of 16).
 Segments are masked, not decayed.
 
 Dimensions: B batch, L length, H heads, K keys, V values, T chunks of Q steps, N = B H. The pairs
-a, q and b, k lie behind each other: rows and cols are [T, N, 2, Q, K].
+a, q and b, k are stacked: rows and cols are [T, N, 2, Q, K].
 """
 
 import math
@@ -72,7 +72,7 @@ def _in_chunks(
     dtype = at_least_float32(v, g)
     q, k, values, a, b, falls = (cut(x.to(dtype), steps) for x in (q, k, v, a, b, g))
     falls = falls.clamp_min(math.log(torch.finfo(dtype).eps))
-    # a_i decays up to the step before it, q_i up to its own: so both have the factor exp(s_i).
+    # a_i decays up to the step before i, q_i up to step i itself: so both have the factor exp(s_i).
     rows = torch.stack([a * torch.exp(-falls), q * scale], dim=3).flatten(1, 2)
     cols = torch.stack([b, k], dim=3).flatten(1, 2)
     values = values.flatten(1, 2)
@@ -80,11 +80,11 @@ def _in_chunks(
     since = sums.to(dtype).exp()
     until = (sums[:, :, -1:] - sums).to(dtype).exp()
     places = torch.arange(2 * steps, device=v.device)
-    own = (places >= steps).long()  # a sees what is before its step, q its own step too
+    own = (places >= steps).long()  # a sees only earlier steps, q also its own
     joined = places[:, None] % steps + own[:, None] > places % steps
     if segment_ids is not None:
         runs = _number_runs(F.pad(segment_ids, (0, -length % steps)), steps, heads)
-        before = torch.cat([runs[:1, :, :1], runs[:-1, :, -1:]])  # of the step ahead of each chunk
+        before = torch.cat([runs[:1, :, :1], runs[:-1, :, -1:]])  # of the step before each chunk
         joined = joined & (runs.unsqueeze(-1) == runs.unsqueeze(-2)).repeat(1, 1, 2, 2)
         since = since * (runs == before).unsqueeze(-1)
         until = until * (runs == runs[:, :, -1:]).unsqueeze(-1)
@@ -108,8 +108,8 @@ def _in_chunks(
 def _walk(
     alone: Tensor, carried: Tensor, to_b: Tensor, brought: Tensor, left: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the state [N, K, V] before each chunk but the first, and u [T, N, Q, V], which is
-    alone + carried @ state; of the other arguments there are T - 1."""
+    """Return the state [N, K, V] before each chunk except the first, and u [T, N, Q, V], which is
+    alone + carried @ state. The other arguments have T - 1 entries."""
     states: list[Tensor] = []
     driven = [alone[0]]
     chunks = (x.unbind(0) for x in (alone[1:], carried, to_b, brought, left))
@@ -121,14 +121,14 @@ def _walk(
 
 
 def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:
-    """Return ids [T, N, Q] that never come back, of [B, T Q] ids that may."""
+    """Return ids [T, N, Q] of segments, numbered in order, so that no id occurs twice in a row."""
     runs = segment_starts(segment_ids).cumsum(1).unflatten(1, (-1, steps)).transpose(0, 1)
     return runs.repeat_interleave(heads, dim=1)
 
 
 class _Scores(torch.autograd.Function):
-    """Sums over channels of row_i col_j exp(s_i - s_j), [T, N, 2 Q, 2 Q], for all pairs; what is
-    above the diagonal may be infinite. Backward makes the scaled rows and cols again."""
+    """Sums over channels of row_i col_j exp(s_i - s_j), [T, N, 2 Q, 2 Q], for all pairs; entries
+    above the diagonal may be infinite. Backward recomputes the scaled rows and cols."""
 
     @staticmethod
     def forward(rows: Tensor, cols: Tensor, sums: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The gated delta rule: a linear attention whose writes replace what its state has for a key.
+"""The gated delta rule: linear attention whose writes replace the state's value for a key.
 
-With one decay a head it is Gated DeltaNet's, with one a channel Kimi Delta Attention's (`kda`):
-packages have a kernel for each, so that dispatch knows two operations by one function.
+With one decay per head it is the rule of Gated DeltaNet, with one decay per channel the rule of
+Kimi Delta Attention (`kda`). Packages have a kernel for each, so dispatch has two operations.
 
 Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
@@ -80,8 +80,8 @@ def gated_delta_rule(
         q: [B, L, H, K].
         k: [B, L, H, K], of norm 1: the rule is stable for β |k|² up to 2.
         v: [B, L, H, V].
-        beta: how much of what the state has for k is replaced [B, L, H].
-        log_decay: at most 0, one number a head [B, L, H] or one a channel of keys [B, L, H, K].
+        beta: the fraction of the state's value for k that is replaced [B, L, H].
+        log_decay: at most 0, per head [B, L, H] or per channel of keys [B, L, H, K].
         scale: K^-½ by default.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
 

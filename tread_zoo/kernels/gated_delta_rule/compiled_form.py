@@ -35,8 +35,8 @@ def _backward(grad: Tensor, u: Tensor, states: Tensor, *args: Any) -> tuple[Tens
 def _flops(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """Those of the torch form, as for every form: its products of pairs; T with keys and values;
-    those of v' for o and for the state; those with the state. Its inverses beside them."""
+    """Return the FLOPs of the torch form, which every form reports: products of pairs; of T with
+    keys and values; of v' for o and for the state; with the state; and the inverses."""
     (batch, length, heads, size), width, by_channel = q, v[3], len(args[1]) == 4
     steps = max(2, power_of_two(length, CHUNK))
     chunks, square = -(-length // steps), steps * steps

@@ -1,9 +1,9 @@
-"""An adapter of flash-linear-attention's Triton kernels: one decay a head, or one a channel.
+"""Adapter of flash-linear-attention's Triton kernels: one decay per head, or one per channel.
 
-They take queries, keys and values in half precision, and no segments. With one decay a head, a
-log-decay of `RESET` at the start of a segment leaves 1e-26 of the state: every exponent is a
-difference of sums over 64 steps. With one a channel there are exponents above 0, so calls with
-segments are refused.
+The kernels take queries, keys and values in half precision, and no segments. With one decay per
+head, a log-decay of `RESET` at the start of a segment leaves 1e-26 of the state: every exponent is
+a difference of sums over 64 steps. With one decay per channel there are exponents above 0, so calls
+with segments are refused.
 """
 
 import torch
@@ -30,7 +30,7 @@ def gated_delta_rule_fla(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return `chunk_gated_delta_rule` or `chunk_kda`, whose arguments are laid out as ours."""
+    """Return the result of `chunk_gated_delta_rule` or `chunk_kda`, which have our layout."""
     falls = reset(log_decay.float(), segment_ids, RESET)
     function = CHUNK_GATED_DELTA_RULE if log_decay.ndim == 3 else CHUNK_KDA
     q, k = q.to(v.dtype), k.to(v.dtype)

@@ -1,16 +1,16 @@
 """The gated delta rule in plain torch: matrix products within chunks, a short scan between them.
 
 In a chunk of Q steps with S the state before it and s_ij = l_{j+1} + … + l_i (the log-decays,
-j = 0 for the chunk's begin), the rule is linear attention over values of its own, v', which are
-those given less what the state knew of them already (the WY form, arXiv 2406.06484 and 2412.06464):
+j = 0 for the chunk's start), the rule is linear attention over corrected values v': the given
+values minus the state's present values for the keys (the WY form, arXiv 2406.06484 and 2412.06464):
 
     a_ij = -β_i k_i · exp(s_ij) k_j  for j < i,   T = (I - a)^-1
     v'   = T (β v) - T (β exp(s_i0) k) S
     o_i  = scale [ exp(s_i0) q_i · S + Σ_{j <= i} (q_i · exp(s_ij) k_j) v'_j ]
     S'   = exp(s_Q0) S + Σ_j exp(s_Qj) k_j v'_jᵀ
 
-Every s is a sum, never a difference of sums, and no exponent is above 0: no decay is too strong,
-and weak ones keep their digits beside it. A segment begins with a log-decay of -inf.
+Every s is a sum, never a difference of sums, and no exponent is above 0. So no decay is too strong,
+and weak decays next to strong ones keep their digits. A segment begins with a log-decay of -inf.
 
 T chunks, N = B H, Q steps of a chunk (a power of two), K width of a key, V width of a value.
 """
@@ -53,7 +53,7 @@ def gated_delta_rule_torch(
 
 
 def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tensor:
-    """Return o / scale [T, N, Q, V]; falls are the log-decays [T, N, Q, 1 or K]."""
+    """Return o / scale [T, N, Q, V]; `falls` are the log-decays [T, N, Q, 1 or K]."""
     written = beta * k
     products = _decayed_products if falls.shape[-1] == 1 else _decayed_products_by_channel
     scores, before, after = products(torch.stack([q, written], dim=2), k, falls)
@@ -66,12 +66,12 @@ def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tenso
 
 
 def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tensor:
-    """Return o / scale [T, N, Q, V], a chunk after the other.
+    """Return o / scale [T, N, Q, V], computed chunk by chunk.
 
     Args:
         values: T (β v) [T, N, Q, V].
-        reads: what multiplies the state, for v' and for o [T, N, 2 Q, K].
-        writes: what multiplies v', for o and for the next state [T, N, Q + K, Q].
+        reads: factors on the state, for v' and for o [T, N, 2 Q, K].
+        writes: factors on v', for o and for the next state [T, N, Q + K, Q].
         totals: decays of the state over a chunk [T, N, 1 or K, 1].
     """
     steps = values.shape[-2]
@@ -90,7 +90,7 @@ def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tens
 def _decayed_products(x: Tensor, k: Tensor, falls: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return x_i · exp(s_ij) k_j for j <= i, else 0, [T, N, 2, Q, Q], s_i0 and s_Qj [T, N, Q, 1].
 
-    x is [T, N, 2, Q, K], and falls are [T, N, Q, 1].
+    x is [T, N, 2, Q, K]; `falls` are the log-decays [T, N, Q, 1].
     """
     length = x.shape[-2]
     later = torch.ones(length, length, dtype=torch.bool, device=x.device).tril(-1)
@@ -102,10 +102,10 @@ def _decayed_products(x: Tensor, k: Tensor, falls: Tensor) -> tuple[Tensor, Tens
 def _decayed_products_by_channel(
     x: Tensor, k: Tensor, falls: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_decayed_products` does, s [T, N, Q, K], for falls [T, N, Q, K].
+    """Return the same as `_decayed_products`, with s [T, N, Q, K], for log-decays per channel.
 
-    Blocks of steps are joined two by two, until one is left of every chunk. What a later one has of
-    an earlier one is a product of x decayed since the line between them with k decayed until it.
+    Blocks of steps are joined in pairs until each chunk is one block. The products between a later
+    and an earlier block use x decayed since the boundary and k decayed until the boundary.
     """
     products = (x * k.unsqueeze(2)).sum(-1).mT[..., None, None]  # [T, N, Q / size, 2, size, size]
     before = falls.unsqueeze(-2)  # within a block up to a step [T, N, Q / size, size, K]

@@ -1,4 +1,4 @@
-"""Gated linear attention: a matrix state whose every row has a decay of its own at each step.
+"""Gated linear attention: each row of a matrix state has its own decay at each step.
 
 Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
@@ -56,8 +56,8 @@ def gated_linear_attention(
     """Return o_t = scale S_tᵀ q_t with S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_tᵀ.
 
     (Gated linear attention, arXiv 2312.06635, equation 3.) Every head has a state [K, V], zero
-    before the first step. Decays and states are float32 at least, under autocast too. Where a
-    token stands g steps after the one before it, log_decay times g is what g steps leave.
+    before the first step. Decays and states are float32 at least, under autocast too. For a
+        token g steps after the token before it, multiply log_decay by g.
 
     Args:
         q, k: queries and keys [B, L, H, K].

@@ -1,8 +1,8 @@
 """Adapter of flash-linear-attention's Triton kernels, which have no segments.
 
 Inputs are converted to float32, because the states between chunks have the dtype of the inputs. At
-the start of a segment a log-decay of `RESET` leaves 1e-26 of the state. A lower one would cost the
-decays after it digits: they are summed over a chunk in float32.
+the start of a segment a log-decay of `RESET` leaves 1e-26 of the state. A lower log-decay would
+cost later decays digits, because log-decays are summed over a chunk in float32.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from tread_zoo.kernels.packages import LibraryFunction
 
 CHUNK_GLA = LibraryFunction("fla.ops.gla", "chunk_gla", "pip install fla-core")
 RESET = -60.0
-NARROWEST = 16  # of Triton's products
+NARROWEST = 16  # smallest width that Triton's matrix products take
 
 
 def gated_linear_attention_fla(
@@ -23,7 +23,7 @@ def gated_linear_attention_fla(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return `chunk_gla`, whose arguments are laid out as ours."""
+    """Return the result of `chunk_gla`, which has our layout."""
     log_decay = reset(log_decay, segment_ids, RESET)
     inputs = {"q": q, "k": k, "v": v, "g": log_decay}
     inputs = {name: value.float().contiguous() for name, value in inputs.items()}

@@ -1,28 +1,27 @@
 """Gated linear attention in plain torch, in chunks that are halved down to single steps.
 
-Step i of a chunk takes W_ij v_j from a step j <= i of it, and from the state S before the chunk
+Step i of a chunk reads W_ij v_j from every step j <= i of the chunk, and the state S before it:
 
     W_ij = Σ_c q_ic k_jc exp(l_{j+1,c} + … + l_ic)
     o_i  = Σ_j W_ij v_j + (q_i exp(l_1 + … + l_i)) S
 
-A product of matrices gives W only if the decay is split in a factor of i and one of j. Split at the
-start of the chunk, the factor of j is a power above 0, which overflows. Here a pair is split in the
-middle of the smallest block of 2, 4, 8, … steps that has both: i is in its second half, j in its
-first, and with the decays a = exp(l)
+A matrix product gives W only if the decay is split into a factor of i and a factor of j. If it is
+split at the start of the chunk, the factor of j has a positive exponent and overflows. Here a pair
+is split in the middle of the smallest block of 2, 4, 8, … steps that contains both: i is in its
+second half, j in its first, and with the decays a = exp(l)
 
     W_ij = Σ_c (q_ic since_ic) (k_jc until_jc)
     since_i = a_m … a_i,    until_j = a_{j+1} … a_{m-1}
 
-where m is the first step of the second half. All factors are products of decays, so that whatever
-they are, nothing overflows, no difference of large sums is taken, and a decay of 0 parts segments
-exactly. The next larger block's are made of these by one product each: since of its second half
-takes until now all of its first half's decays, and the reverse.
+where m is the first step of the second half. All factors are products of decays. So for
+any decays nothing overflows, no difference of large sums is taken, and a decay of 0 separates
+segments exactly. The factors of the next larger block are made from these by one product each.
 
 Backward goes through the blocks from the largest to the smallest and carries ∂ log since and
-∂ log until, which need no division by the decays; those of single steps are ∂l.
+∂ log until, which need no division by the decays. For blocks of a single step they are ∂l.
 
 Dimensions: B batch, L length, H heads, T chunks of Q steps, K and V widths of keys and values, h
-half of a block; r is a number of heads, of some rows of the batch, which are done at a time.
+half of a block; r is the number of heads (of some batch rows) that are computed at a time.
 """
 
 from typing import Any
@@ -34,7 +33,7 @@ from tread_zoo.kernels.chunks import at_least_float32, cut, join, power_of_two, 
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 32  # steps of a chunk at most, a power of 2
-BLOCK_VALUES = 2**18  # B·L·H·K values done at a time on a CPU: what a block makes fits in cache
+BLOCK_VALUES = 2**18  # B·L·H·K values computed at a time on a CPU: these fit in cache
 
 
 def _forward(
@@ -104,7 +103,7 @@ def _gradients(
     gw, gv = grad @ v.mT, weights.mT @ grad
     own = gw.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     gq, gk = own * k, own * q
-    gsince, guntil = torch.zeros_like(q), torch.zeros_like(q)  # of the logarithms
+    gsince, guntil = torch.zeros_like(q), torch.zeros_like(q)  # gradients of the logarithms
 
     left, right = k[:-1] * until[:-1], q[1:] * since[1:]
     gstates = right.mT @ grad[1:]
@@ -135,7 +134,7 @@ def _gradients(
 
 
 def _decays(log_decay: Tensor) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor, Tensor]:
-    """Return what is left since the middle of a block, and until it, for halves of 1, 2, 4, … steps
+    """Return the decays since and until the middle of each block, for halves of 1, 2, 4, … steps,
     as (h, since [T, r, Q / 2h, h, K], until); then since the chunk's start and until its end."""
     since, until, levels = log_decay.exp(), torch.ones_like(log_decay), []
     h = 1
@@ -175,7 +174,7 @@ def _cut(
     segment_ids: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scaled q, k, v and log-decays of some rows and heads, [T, r, Q, F]."""
+    """Return scaled q, k, v and log-decays for some batch rows and heads, [T, r, Q, F]."""
     dtype = at_least_float32(q, k, v, log_decay)
     queries, keys, values, falls = (x[rows, :, heads].to(dtype) for x in (q, k, v, log_decay))
     falls = reset(falls, None if segment_ids is None else segment_ids[rows])
@@ -184,7 +183,7 @@ def _cut(
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """[B, L, H, F] -> [T, B H, Q, F], contiguous, with zeros after the end."""
+    """Return x [B, L, H, F] as [T, B H, Q, F], contiguous, with zeros after the end."""
     return cut(x, power_of_two(x.shape[1], CHUNK)).flatten(1, 2).contiguous()
 
 
@@ -194,7 +193,7 @@ def _join(x: Tensor, out: Tensor) -> None:
 
 
 def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
-    """Return the rows of the batch and the heads that are done at a time."""
+    """Return the slices of batch rows and of heads to compute in turn."""
     batch, length, heads, width = q.shape
     num = max(1, BLOCK_VALUES // (length * width)) if q.device.type == "cpu" else batch * heads
     some_rows, some_heads = max(1, num // heads), min(num, heads)
@@ -208,7 +207,7 @@ def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
 def _empty(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for what `_forward` returns."""
+    """Return uninitialised outputs of `_forward`."""
     dtype, steps = at_least_float32(q, k, v, log_decay), power_of_two(q.shape[1], CHUNK)
     batch, length, heads, width = q.shape
     num_chunks = -(-length // steps)
@@ -220,8 +219,8 @@ def _empty(
 def flops(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """The matrix products: the blocks of W, W v, into the states and out of them. Backward two
-    products for the gradients of each."""
+    """Return the FLOPs of the matrix products: the blocks of W, W v, into the states and out of
+    them; and twice as many for the gradients."""
     (batch, length, heads, width), size = q, v[3]
     steps = power_of_two(length, CHUNK)
     rows, num_chunks = batch * heads, -(-length // steps)

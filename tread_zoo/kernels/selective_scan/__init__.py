@@ -31,7 +31,7 @@ def _example(
 
 
 def _states_above(most: int) -> Callable[..., str | None]:
-    """Return what refuses a call with more states."""
+    """Return a function that gives the reason against a call with more states, or None."""
 
     def unsuited(u: Tensor, delta: Tensor, A: Tensor, *rest: object) -> str | None:
         return f"{A.shape[1]} states, more than {most}" if A.shape[1] > most else None
@@ -50,7 +50,7 @@ register(
             _states_above(MAX_STATES),
             f"up to {MAX_STATES} states",
         ),
-        # After ours: it is given float32 copies of u and delta, transposed.
+        # After our own kernel: this one needs transposed float32 copies of u and delta.
         Implementation(
             "mamba-ssm", selective_scan_fused, SCAN, _states_above(256), "up to 256 states"
         ),
@@ -85,9 +85,10 @@ def selective_scan(
         B, C: input and output vectors [B, L, G, N], D divisible by G.
         D: [D] or None.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
-        gaps: g > 0 [B, L], the number of steps of the full sequence from the token before to this
-            one; None means 1. The first of a row has no effect. Every form takes it, as the scan of
-            u / g with step sizes Δ g: the decay is that of g steps, what a token adds the same.
+        gaps: g > 0 [B, L], the number of steps of the full sequence from the previous token to this
+            token; None means 1. The first gap of a row has no effect. Every form computes the
+            scan of u / g with step sizes Δ g: the state decays over g steps, the input stays
+            the same.
 
     Raises:
         ValueError: for an empty input, or shapes that do not fit together.

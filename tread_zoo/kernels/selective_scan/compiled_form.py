@@ -1,7 +1,7 @@
 """The selective scan in C for a CPU: the recurrence of `torch_form`, in one pass over the inputs.
 
-Autograd keeps the inputs and, as in the torch form, the states before every CHUNK steps; from each
-the backward pass computes the states of its steps again. It runs on one thread. The gradients of B
+Autograd keeps the inputs and, as in the torch form, the states before every CHUNK steps. From these
+the backward pass recomputes the states of all steps. It runs on one thread. The gradients of B
 and C are added block by block, those of A and D row by row: the same bits in every run.
 
 Dimensions: B batch, L length, D channels, N states, G groups, P = D / G channels of a group.
@@ -63,8 +63,8 @@ def _prepare(
     D: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the inputs as `scan` takes them: A / ln 2 as [G, N, P], and 0 where a segment begins,
-    else 1, in the place of the ids."""
+    """Return the inputs as `scan` takes them: A / ln 2 as [G, N, P], and instead of the ids, 0
+    where a segment begins, else 1."""
     rates = (A.float() / math.log(2)).view(B.shape[2], -1, A.shape[1]).transpose(1, 2)
     keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
     given = (u, delta, rates, B, C, D, keep)

@@ -1,7 +1,7 @@
 """Adapter of mamba-ssm's CUDA selective scan, which keeps the state in registers.
 
-The kernel has no segments. The first token of a segment gets a step R so long that nothing of the
-state is left, exp(R A) <= 4e-18, and the input Δ u / R, so that it adds R B (Δ u / R) = Δ B u as
+The kernel has no segments. The first token of a segment gets a step R so long that the state decays
+to nothing, exp(R A) <= 4e-18, and the input Δ u / R, so that it adds R B (Δ u / R) = Δ B u as
 before. R is no longer than necessary, and a constant to autograd: the kernel's backward pass
 computes exp(Δ A) h_{t-1} as h_t - Δ B u and multiplies its rounding error by the step. R = 1e20
 would make ∂A and ∂Δ 1e11 times too large.
@@ -17,7 +17,7 @@ SCAN = LibraryFunction(
     "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", "pip install kernels"
 )
 
-FORGOTTEN = 40.0  # R |A| at least; exp(-40) is 4e-18, nothing beside what float32 rounds away
+FORGOTTEN = 40.0  # lower bound of R |A|; exp(-40) is 4e-18, far below the rounding of float32
 
 
 def selective_scan_fused(
@@ -38,7 +38,7 @@ def selective_scan_fused(
 
 
 def restart(u: Tensor, delta: Tensor, A: Tensor, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the u and Δ [B, L, D] with which a scan without segments does what one with them does.
+    """Return u and Δ [B, L, D] with which a scan without segments equals the scan with segments.
 
     Args:
         u, delta: float32 [B, L, D].
@@ -53,7 +53,8 @@ def restart(u: Tensor, delta: Tensor, A: Tensor, segment_ids: Tensor) -> tuple[T
 def _scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> Tensor:
-    """Return `selective_scan_fn`, which takes u, Δ [B, D, L] and B, C [B, G, N, L], all float32."""
+    """Return the result of `selective_scan_fn`: u, Δ [B, D, L] and B, C [B, G, N, L], all
+    float32."""
     return (
         SCAN(
             u.float().transpose(1, 2).contiguous(),

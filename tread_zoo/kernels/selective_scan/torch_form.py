@@ -10,9 +10,9 @@ and, with g_t the gradient that reaches h_t from y_t and from h_{t+1},
 
 A tile is some rows of the batch for some steps, [T, R, G, N, P]: a step is contiguous, the channels
 innermost, so every broadcast is along whole vectors and every sum over N or P is a batched matrix
-product. All steps of a tile share each operation but the recurrence, which takes one `addcmul_` a
-step. Backward keeps the states between tiles only and computes the tile again. exp is taken as
-2^(Δ A / ln 2), the quicker of the two on a CPU.
+product. Each operation runs once for all steps of a tile, except the recurrence: one `addcmul_`
+per step. Autograd keeps only the states between tiles; backward recomputes each tile. exp is
+computed as 2^(Δ A / ln 2), which is faster on a CPU.
 
 Dimensions: B batch, L length, D channels, N states, G groups, P = D / G channels of a group,
 T steps of a tile, R rows of a tile.
@@ -27,8 +27,8 @@ from torch import Tensor
 from tread_zoo.kernels.chunks import at_least_float32, segment_starts
 from tread_zoo.kernels.operators import empty_like, make_operator
 
-CHUNK = 32  # steps of a tile: B·D·N values are kept for backward every so many
-STEP_VALUES = 32768  # values in a step of a tile on a CPU, B·D·N at most: a few tiles fit in L3
+CHUNK = 32  # steps of a tile; autograd keeps B·D·N values per tile
+STEP_VALUES = 32768  # values per step of a tile on a CPU, so that a few tiles fit in the L3 cache
 
 
 class _Inputs(NamedTuple):
@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Some steps, those of one chunk, of some rows of the batch."""
+    """The steps of one chunk for some rows of the batch."""
 
     steps: slice
     rows: slice
@@ -57,12 +57,12 @@ class _Tile(NamedTuple):
 
     @property
     def at(self) -> tuple[slice, slice]:
-        """The tile's place in a tensor [L, B, ...]."""
+        """The index of the tile in a tensor [L, B, ...]."""
         return self.steps, self.rows
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(T, R)."""
+        """The numbers of steps and rows, (T, R)."""
         return self.steps.stop - self.steps.start, self.rows.stop - self.rows.start
 
 
@@ -129,9 +129,9 @@ def _backward_tile(
     carry: Tensor,
     grads: tuple[Tensor, ...],
 ) -> None:
-    """Compute the tile again, run its recurrence backwards, and write or add its gradients.
+    """Recompute a tile, run its recurrence backwards, and write or add its gradients.
 
-    `carry` is a_{t+1} g_{t+1} of the step after the tile, and is left as that of its first step.
+    `carry` is a_{t+1} g_{t+1} of the step after the tile; it becomes that of the tile's first step.
     """
     a, h, g = buffers
     gu, gd, gB, gC, gA, gD = grads
@@ -158,7 +158,7 @@ def _backward_tile(
 
 
 def _fill(inputs: _Inputs, tile: _Tile, a: Tensor, h: Tensor) -> Tensor:
-    """Write the decays to a [T, ...] and the states after h[0] to h [T + 1, ...]; return x."""
+    """Write the decays to `a` [T, ...] and the states after h[0] to `h` [T + 1, ...]; return x."""
     delta = inputs.delta[tile.at]
     x = delta * inputs.u[tile.at]
     torch.mul(delta, inputs.rates, out=a)
@@ -182,21 +182,21 @@ def _start(h: Tensor, states: Tensor, tile: _Tile) -> None:
 
 
 def _contract(vectors: Tensor, states: Tensor) -> Tensor:
-    """Σ_n vectors [T, R, G, N] states [T, R, G, N, P] -> [T, R, G, 1, P]."""
+    """Return Σ_n vectors [T, R, G, N] states [T, R, G, N, P]: [T, R, G, 1, P]."""
     size, channels = states.shape[-2:]
     sums = torch.bmm(vectors.reshape(-1, 1, size), states.view(-1, size, channels))
     return sums.view(*states.shape[:-2], 1, channels)
 
 
 def _project(values: Tensor, states: Tensor) -> Tensor:
-    """Σ_p values [T, R, G, 1, P] states [T, R, G, N, P] -> [T, R, G, N]."""
+    """Return Σ_p values [T, R, G, 1, P] states [T, R, G, N, P]: [T, R, G, N]."""
     size, channels = states.shape[-2:]
     flat = states.view(-1, size, channels).transpose(1, 2)
     return torch.bmm(values.reshape(-1, 1, channels), flat).view(states.shape[:-1])
 
 
 def _add_sum(total: Tensor, values: Tensor) -> None:
-    """total [...] += Σ values [T, R, ...] over T and R, as a product with ones: it is quicker."""
+    """Add Σ values [T, R, ...] over T and R to `total`; a product with ones is faster than sum."""
     rows = values.flatten(0, 1).flatten(1)
     flat = total.view(1, -1)
     torch.addmm(flat, rows.new_ones(1, len(rows)), rows, out=flat)
@@ -232,7 +232,7 @@ def _prepare(
 
 
 def _time_major(values: Tensor, shape: torch.Size) -> Tensor:
-    """[B, L, D] -> [L, B, G, 1, P], without a copy."""
+    """Return x [B, L, D] as a view [L, B, G, 1, P]."""
     length, batch, groups, _, channels = shape
     return values.reshape(batch, length, groups, 1, channels).transpose(0, 1)
 
@@ -248,7 +248,7 @@ def _states_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:
 
 
 def _tiles(inputs: _Inputs) -> list[_Tile]:
-    """Return the tiles, of one block of rows after the other, each in time's order."""
+    """Return the tiles, ordered by block of rows and then by time."""
     length, batch = inputs.u.shape[:2]
     span = -(-length // num_chunks(length))
     num_rows = batch
@@ -263,13 +263,14 @@ def _tiles(inputs: _Inputs) -> list[_Tile]:
 
 
 def _scratch(inputs: _Inputs, tiles: list[_Tile], count: int) -> Tensor:
-    """Return memory for `count` tensors [T + 1, R, G, N, P] of the largest tile, the first."""
+    """Return memory for `count` tensors [T + 1, R, G, N, P] of the first tile, which is the
+    largest."""
     span, num_rows = tiles[0].shape
     return inputs.A.new_empty(count, (span + 1) * num_rows * inputs.A.numel())
 
 
 def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
-    """Return the tile's tensors in `scratch`: [T, R, G, N, P], the second one a step longer."""
+    """Return views of `scratch` for a tile: [T, R, G, N, P], the second one a step longer."""
     span, num_rows = tile.shape
     shapes = [(span + (i == 1), num_rows, *inputs.A.shape) for i in range(len(scratch))]
     return [x[: math.prod(s)].view(s) for x, s in zip(scratch, shapes, strict=True)]
@@ -285,8 +286,8 @@ def kept_like(
 def flops(
     u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; what has no N is not counted. And 20:
-    h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
+    """Return 7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; terms without N are left out.
+    And 20 B L D N: h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
     return 7 * math.prod(u) * A[1], 20 * math.prod(u) * A[1]
 
 

@@ -10,10 +10,11 @@ and, with g_t the gradient that reaches h_t from y_t and from h_{t+1},
 
 Autograd keeps the inputs alone. Backward runs the recurrence again and stores the state before
 every BACKWARD_STEPS steps: B L D N / BACKWARD_STEPS float32 values, freed when it ends. From each
-it computes the states of those steps once more, in registers, and then runs through them backwards.
+it recomputes the states of those steps in registers, and then walks through them backwards.
 
-∂B and ∂C are sums over channels and so over programs; ∂A and ∂D over the batch. Every program
-writes its part and the parts are summed afterwards: no atomics, the same bits in every run.
+∂B and ∂C are sums over channels and therefore over programs; ∂A and ∂D are sums over the batch.
+Every program writes its partial sum, and these are added afterwards: no atomics, the same bits in
+every run.
 
 Dimensions: B batch, L length, D channels, N states, G groups.
 """
@@ -30,16 +31,16 @@ from tread_zoo.kernels.selective_scan.torch_form import flops
 
 KERNELS = "tread_zoo.kernels.selective_scan.triton_kernels"
 MAX_STATES = 64
-FORWARD_STEPS = 8  # loads of so many steps are under way at once
-BACKWARD_STEPS = 4  # their states and decays fill half of a thread's registers
-PROGRAM_STATES = 256  # of a program: 8 a thread. Fewer cost more shuffles a state, more spill
-MIN_PROGRAMS = 1024  # two on each quarter of a large GPU's multiprocessors; below, half the block
-# 168 registers a thread, so that 12 programs fit on a multiprocessor; only NVIDIA's can be told.
+FORWARD_STEPS = 8  # steps whose loads are in flight together
+BACKWARD_STEPS = 4  # steps whose states and decays fill half of a thread's registers
+PROGRAM_STATES = 256  # per program, 8 per thread. Fewer cost more shuffles, more would spill
+MIN_PROGRAMS = 1024  # two per quarter of a large GPU's multiprocessors; below, blocks are halved
+# With 168 registers per thread, 12 programs fit on a multiprocessor. NVIDIA only.
 BACKWARD_OPTIONS = {"maxnreg": 168} if torch.version.hip is None else {}
 
 
 class _Blocks(NamedTuple):
-    """The block of a program, the number of blocks of a group, and of programs."""
+    """The block of a program, the number of blocks per group, and the number of programs."""
 
     channels: int
     states: int
@@ -137,7 +138,7 @@ def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
 
 
 def _split(batch: int, width: int, groups: int, size: int, wanted: int) -> _Blocks:
-    """Return the blocks of programs of `wanted` states, or of all states of a group."""
+    """Return the blocks for programs of `wanted` states, or of all states of a group."""
     states = _power_of_two(size)
     channels = min(wanted // states, _power_of_two(width // groups))
     parts = -(-width // groups // channels)
@@ -149,7 +150,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _sizes(inputs: _Inputs, blocks: _Blocks, steps: int) -> dict[str, Any]:
-    """Return what a kernel is compiled for: the model, but neither batch nor length."""
+    """Return the sizes that a kernel is compiled for; batch and length are not among them."""
     groups, size = inputs.B.shape[2:]
     return {
         "WIDTH": inputs.u.shape[2],
@@ -163,7 +164,7 @@ def _sizes(inputs: _Inputs, blocks: _Blocks, steps: int) -> dict[str, Any]:
     }
 
 
-# FLOPs are those of the torch form, though the states are computed twice again here: once counts.
+# FLOPs as in the torch form: the states are recomputed twice here, but counted once.
 selective_scan_triton = make_operator(
     "selective_scan_triton",
     _forward,

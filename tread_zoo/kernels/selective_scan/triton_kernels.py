@@ -2,18 +2,18 @@
 """Device code of the selective scan in Triton; `triton_form` launches it and has the maths.
 
 A program is one warp. It takes one row of the batch and a block of channels of one group and walks
-through time, its states [D, N] in float32 registers. The vectorised load of A settles who has what:
-at 16 x 16 four lanes share a channel, four states each, and a lane has two channels. So a sum over
-the states of a channel takes two shuffles, one over the channels of the block three, and neither a
-barrier. The loads of STEPS steps are issued together, before anything is computed; other programs
-on the multiprocessor fill the time until they arrive.
+through time, its states [D, N] in float32 registers. The vectorised load of A decides which lane
+has which state: at 16 x 16, four lanes share a channel, four states each, and a lane has two
+channels. So a sum over the states of a channel takes two shuffles, a sum over the channels of the
+block three, and neither takes a barrier. The loads of STEPS steps are issued together, before
+anything is computed; other programs on the multiprocessor fill the time until they arrive.
 
-Time could be a parallel axis instead, with `tl.associative_scan`. That costs some four times the
-arithmetic and a tree of shuffles where the walk has one multiply-add a state, and computes all
-steps of a padded block. The walk leaves little to gain: exponentials, of which a multiprocessor
-does 16 a cycle, take three quarters of the forward pass, and the shuffles of the sums over channels
-as long as all arithmetic of the backward pass. It needs batch, channels and states to fill the
-device, as 32 x 768 x 16 do; much below that, launching takes longer than either.
+Time could be a parallel axis instead, with `tl.associative_scan`. That costs about four times the
+arithmetic, a tree of shuffles instead of one multiply-add per state, and all steps of a padded
+block. Little is left to gain: exponentials, of which a multiprocessor computes 16 per cycle, take
+three quarters of the forward pass. In the backward pass, the shuffles of the sums over channels
+take as long as all arithmetic. The walk needs enough batch, channels and states to fill the device,
+for example 32 x 768 x 16; far below that, launching takes longer than either.
 
 Dimensions: D channels of a block, N states, padded to powers of two.
 """
@@ -72,7 +72,8 @@ def backward(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write ∂u and ∂Δ [B, L, D], and parts of the others: their sums over the first axis are due.
+    """Write ∂u and ∂Δ [B, L, D], and partial sums of the other gradients, to be added over the
+    first axis.
 
     gA: [B, D, N]. gD: [B, D]. gB, gC: [blocks of a group, B, L, G, N]. num_rows is B L.
     """
@@ -138,11 +139,11 @@ def _place(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return what this program works on.
+    """Return the places in memory that this program works on.
 
-    The row of the batch and the block's number in its group, int64; the channels [D] and which of
-    them are real; the places of a group's vector in [G, N], [N], and which are real; the places of
-    the block in [D, N], [D, N], and which are real.
+    These are the row of the batch and the block's number in its group, int64; the channels [D] and
+    which of them exist; the places [N] of a group's vector in [G, N], and which exist; the places
+    [D, N] of the block in [D, N], and which exist.
     """
     GROUP: tl.constexpr = WIDTH // GROUPS
     BLOCKS: tl.constexpr = (GROUP + BLOCK_D - 1) // BLOCK_D
@@ -171,8 +172,8 @@ def _rows(ptr, row, left, column, WIDTH: tl.constexpr, STEPS: tl.constexpr):
 def _store_sum(ptr, values, inside, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
     """Store Σ_d values [D, N] at ptr [N].
 
-    The sum is stored as the first row of a tile like `values`: as a vector it would be brought into
-    another layout first, through shared memory and a barrier.
+    The sum is stored as the first row of a tile like `values`. A vector would first be converted to
+    another layout, through shared memory and a barrier.
     """
     first = (tl.arange(0, BLOCK_D) == 0)[:, None]
     total = tl.broadcast_to(tl.sum(values, axis=0)[None, :], [BLOCK_D, BLOCK_N])

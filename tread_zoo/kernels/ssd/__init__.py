@@ -1,4 +1,4 @@
-"""The state-space dual of Mamba-2: a scan whose decay is one number a head.
+"""The state-space dual of Mamba-2: a scan with one decay per head.
 
 Dimensions: B batch, L length, H heads, P width of a head, N states, G groups.
 """
@@ -29,7 +29,7 @@ register(
     "ssd",
     [
         Implementation("mamba-ssm", ssd_mamba, CHUNK_SCAN, tf32=True),
-        # It has B and C for each head instead of each group, as copies.
+        # This form copies B and C from each group to its heads.
         Implementation("fla", ssd_fla, CHUNK_SIMPLE_GLA, tf32=True),
         Implementation("torch", ssd_torch),
         Implementation("naive", ssd_naive),
@@ -63,9 +63,9 @@ def ssd(
         B, C: input and output vectors [B, L, G, N], H divisible by G.
         D: [H] or None.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
-        gaps: number of steps of the full sequence from the token before to this one, positive
-            [B, L]; the state decays over as many steps of the token's Δ. None means 1. They get no
-            gradient.
+        gaps: number of steps of the full sequence from the previous token to this token, positive
+            [B, L]; the state decays over that many steps of the token's Δ. None means 1. Gaps
+            get no gradient.
 
     Raises:
         ValueError: for an empty input, shapes that do not fit together, or gaps that are not
@@ -86,6 +86,6 @@ def _check_gaps(gaps: Tensor) -> None:
     if gaps.requires_grad:
         raise ValueError("gaps require a gradient, which no form gives; detach them.")
     if gaps.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # to read them would wait for the device, or break the graph
+        return  # reading the gaps would wait for the device, or break the graph
     if bool((gaps <= 0).any()):
         raise ValueError("gaps must be positive: 1 where the token before is the one ahead of it.")

@@ -1,15 +1,15 @@
 """Adapters of two packages' Triton kernels: mamba-ssm's, and fla's gated linear attention.
 
 Inputs are converted to float32, because the states between chunks have the dtype of the inputs.
-What each kernel lacks is added as follows:
+The missing features are emulated as follows:
 
 - mamba-ssm has one Δ for the decay and the input, and no gaps: exp(gaps Δ A) h + Δ x ⊗ B is its
-  exp(Δ' A) h + Δ' x' ⊗ B with Δ' = gaps Δ and x' = x / gaps. D x is then added outside. It restarts
-  where `seq_idx` differs, by comparing, hence exactly; ids that come back are numbered anew.
-- fla takes any log-decay, but no segments. At the start of one, a log-decay of `RESET` leaves 1e-26
-  of the state. A lower one would leave less, but log-decays are summed over 64 steps in float32 and
-  would lose digits: with this one the error of the weights is 4e-6 after one start in a chunk and
-  2e-4 at most, less than that of products in TF32.
+  exp(Δ' A) h + Δ' x' ⊗ B with Δ' = gaps Δ and x' = x / gaps. D x is then added outside. The kernel
+    restarts exactly where `seq_idx` differs; ids that occur again later are renumbered.
+- fla takes any log-decay, but no segments. At the start of a segment, a log-decay of `RESET` leaves
+  1e-26 of the state. A lower log-decay would leave less, but log-decays are summed over 64 steps in
+  float32 and would lose digits. With `RESET` the error of the weights is 4e-6 after one start in a
+  chunk and 2e-4 at most, less than the error of products in TF32.
 """
 
 import torch
@@ -36,7 +36,7 @@ def ssd_mamba(
     segment_ids: Tensor | None = None,
     gaps: Tensor | None = None,
 ) -> Tensor:
-    """Return `mamba_chunk_scan_combined`, whose arguments are laid out as ours."""
+    """Return the result of `mamba_chunk_scan_combined`, which has our layout."""
     u, step, skip = x.float(), delta.float(), None if D is None else D.float()
     inputs = u
     if gaps is not None:
@@ -71,7 +71,7 @@ def ssd_fla(
     segment_ids: Tensor | None = None,
     gaps: Tensor | None = None,
 ) -> Tensor:
-    """Return `chunk_simple_gla` with queries C, keys B, values Δ x and log-decays gaps Δ A."""
+    """Return `chunk_simple_gla` of queries C, keys B, values Δ x and log-decays gaps Δ A."""
     heads = x.shape[2] // B.shape[2]
     u, step = x.float(), delta.float()
     falls = step * A.float()

@@ -17,12 +17,12 @@ and backward, with g' the gradient of h' and V_ij = ∂y_i · x_j,
     ∂l_k = Σ_{j < k <= i} V_ij W_ij + Σ_{i >= k} exp(s_i) ∂y_i · h C_i
            + Σ_{j < k} exp(s_Q - s_j) x_j · g' B_j + exp(s_Q) g' · h
 
-No exponent is above 0 where A < 0. A difference of float32 sums would have lost its digits after
-some strong decays: the sums are taken in float64 and handed on as two float32 values. What a
-segment's start parts is masked, not decayed.
+No exponent is above 0 where A < 0. After some strong decays, a difference of float32 sums would
+lose its digits, so the sums are computed in float64 and stored as two float32 values. Pairs of
+steps in different segments are masked, not decayed.
 
-The heads of a group share B and C, so that a product with the states is one for all of them.
-Backward keeps the states between the chunks and computes everything else again.
+The heads of a group share B and C, so one product with the states serves all of them. Autograd
+keeps the states between the chunks; backward recomputes everything else.
 
 Dimensions: B batch, L length, H heads, P width of a head, N states, G groups, R = H / G heads of a
 group, T chunks of Q steps. Tensors are chunk-major, [T, K, ...] with K = B G.
@@ -38,11 +38,11 @@ from tread_zoo.kernels.chunks import at_least_float32, cut, row_blocks, segment_
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 64  # steps of a chunk at most
-BLOCK_VALUES = 2**17  # B·L·H·P values done at a time on a CPU: what a block makes fits in cache
+BLOCK_VALUES = 2**17  # B·L·H·P values computed at a time on a CPU: these fit in cache
 
 
 class _Decays(NamedTuple):
-    """What is left of a value some steps later, for some rows of the batch.
+    """The decays between steps, for some rows of the batch.
 
     apart: exp(s_i - s_j) at j <= i, 1 above, [T, K, R, Q, Q].
     since, until: exp(s_i) and exp(s_Q - s_j), 0 across a segment's start, [T, K, R, Q].
@@ -56,7 +56,7 @@ class _Decays(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """Some rows of the batch in the state's dtype, cut into chunks.
+    """The inputs of some rows of the batch in the state's dtype, cut into chunks.
 
     u, x: [T, K, R, Q, P]. delta: [T, K, R, Q]. A: [K, R, 1]. B, C: [T, K, Q, N].
     D: [K, R, 1, 1] or None. gaps: [T, K, 1, Q] or None.
@@ -74,7 +74,8 @@ class _Chunks(NamedTuple):
 
 
 class _Grads(NamedTuple):
-    """Gradients of the inputs, shaped as in `_Chunks`; x is that of u, A and D are [K, R]."""
+    """Gradients of the inputs, shaped as in `_Chunks`; x is the gradient of u; A and D are [K,
+    R]."""
 
     x: Tensor
     delta: Tensor
@@ -139,7 +140,7 @@ def _scan(c: _Chunks) -> Tensor:
 
 
 def _totals(c: _Chunks) -> Tensor:
-    """Return what the chunks but the first and the last leave of a state, [T - 2, K, R]."""
+    """Return the decay over each chunk, [T - 2, K, R], without the first and the last chunk."""
     return c.decays.since[1:-1, ..., -1]
 
 
@@ -159,14 +160,14 @@ def _weights(c: _Chunks, out: Tensor | None = None) -> Tensor:
 
 
 def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
-    """Return the gradients for that of y, gy [T, K, R, Q, P]; uses up `c.x`."""
+    """Return the gradients, given the gradient gy of y [T, K, R, Q, P]; uses up `c.x`."""
     weights, gw = _weights(c), _bmm(gy, c.x.mT)
     gx = _bmm(weights.mT, gy)
     pairs = weights.mul_(gw)
     gscores = gw.mul_(c.decays.apart).sum(2).mul_(c.decays.joined)
     gB, gC = _bmm(gscores.mT, c.C), _bmm(gscores, c.B)
-    # Over the pairs that step k lies between, and no others: to take one sum over all later pairs
-    # from another would leave their rounding, and ∂A has it times Δ_k, however large that is.
+    # Sum over the pairs around step k only. A difference of two sums over all later pairs would
+    # keep their rounding error, which ∂A multiplies by Δ_k, however large.
     earlier = torch.ones_like(pairs[0, 0, 0]).triu_(1)
     gfalls = torch.matmul(pairs, earlier, out=gw).tril_().sum(-2)
     if len(states):
@@ -185,7 +186,7 @@ def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
 def _add_between(
     c: _Chunks, states: Tensor, gy: Tensor, gx: Tensor, gB: Tensor, gC: Tensor, gfalls: Tensor
 ) -> None:
-    """Add to the gradients what comes by way of the states; gfalls is ∂l [T, K, R, Q]."""
+    """Add to the gradients the terms that pass through the states; gfalls is ∂l [T, K, R, Q]."""
     heads, since, until = c.A.shape[1], c.decays.since[1:], c.decays.until[:-1]
     left, gout = _steps_first(c.x[:-1], until), _steps_first(gy[1:], since)
     gstates = _bmm(c.C[1:].mT, gout)
@@ -244,13 +245,13 @@ def _decay(falls: Tensor, starts: Tensor | None) -> _Decays:
     sums = falls.to(wide).cumsum(-1) / math.log(2)  # 2^x is quicker than e^x on a CPU
     high = sums.to(falls.dtype)
     low = (sums - high).to(falls.dtype)
-    apart = high.unsqueeze(-1) - high.unsqueeze(-2)  # exact where it is small
+    apart = high.unsqueeze(-1) - high.unsqueeze(-2)  # a small difference is exact
     apart.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2)).tril_().exp2_()
     since, until = high.exp2(), (sums[..., -1:] - sums).to(falls.dtype).exp2_()
     joined = torch.ones_like(apart[:1, :1, 0]).tril_()
     if starts is None:
         return _Decays(apart, since, until, joined)
-    number = starts.cumsum(-1)  # of the segment within the chunk; 0 goes on from before
+    number = starts.cumsum(-1)  # number of the segment in the chunk; 0 continues from before
     since *= number == 0
     until *= number == number[..., -1:]
     same = number.mT == number
@@ -271,19 +272,19 @@ def _steps_first(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _heads_first(values: Tensor, heads: int) -> Tensor:
-    """[T, K, Q, R P] -> [T, K, R, Q, P], without a copy."""
+    """Return x [T, K, Q, R P] as a view [T, K, R, Q, P]."""
     return values.unflatten(-1, (heads, -1)).transpose(2, 3)
 
 
 def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """[B, L, H, F] -> [T, K, R, Q, F], contiguous, with zeros after the end."""
+    """Return x [B, L, H, F] as [T, K, R, Q, F], contiguous, with zeros after the end."""
     return _chunked(values.to(dtype), groups).contiguous().flatten(1, 2)
 
 
 def _cut_tokens(
     values: Tensor | None, rows: slice, groups: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """[B, L] -> [T, K, 1, Q], the same for every group."""
+    """Return x [B, L] as [T, K, 1, Q], equal for all groups."""
     if values is None:
         return None
     shaped = values[rows, :, None, None].expand(-1, -1, groups, -1)
@@ -291,7 +292,7 @@ def _cut_tokens(
 
 
 def _per_head(values: Tensor, batch: int, groups: int, dtype: torch.dtype) -> Tensor:
-    """[H] -> [K, R, 1], the same for every row."""
+    """Return x [H] as [K, R, 1], equal for all rows of the batch."""
     heads = values.to(dtype).view(1, groups, -1, 1)
     return heads.expand(batch, -1, -1, -1).flatten(0, 1)
 
@@ -302,7 +303,7 @@ def _join(values: Tensor, out: Tensor, groups: int) -> None:
 
 
 def _chunked(values: Tensor, groups: int) -> Tensor:
-    """[B, L, H, F] -> [T, B, G, R, Q, F], without a copy unless steps are missing at the end."""
+    """Return x [B, L, H, F] as [T, B, G, R, Q, F], a copy only if steps are missing at the end."""
     return cut(values, _spans(values.shape[1])[1]).unflatten(2, (groups, -1))
 
 
@@ -313,7 +314,7 @@ def _spans(length: int) -> tuple[int, int]:
 
 
 def _empty_padded(values: Tensor) -> Tensor:
-    """Return memory for a tensor like `values` [B, L, ...] with whole chunks, [B, T Q, ...]."""
+    """Return uninitialised [B, T Q, ...] for `values` [B, L, ...], with whole chunks."""
     num_chunks, span = _spans(values.shape[1])
     return values.new_empty(len(values), num_chunks * span, *values.shape[2:])
 
@@ -334,8 +335,9 @@ def _empty(
 def _flops(
     x: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], B: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """The matrix products: C Bᵀ, W x, into the states and out of them. Backward C Bᵀ again and its
-    two gradients; those of W and x; ∂l; five with states."""
+    """Return the FLOPs of the matrix products: C Bᵀ, W x, into the states and out of them.
+    Backward: C Bᵀ and its two gradients, the gradients of W and x, ∂l, and five products with
+        states."""
     (batch, length, heads, width), (groups, size) = x, B[2:]
     num_chunks, steps = _spans(length)
     pairs = 2 * batch * num_chunks * steps * steps
