@@ -10,13 +10,13 @@ Ends with status 1 if a self-test fails.
 
 import sys
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.cli import command
-from tread_zoo.fields import OPTIONS, Device, check
+from tread_zoo.fields import OPTIONS, RARE, Device, check
 from tread_zoo.registry import KINDS, available
 
 
@@ -32,7 +32,7 @@ class DoctorConfig:
     """
 
     device: Device = "auto"
-    kernels: dict[str, str] = field(default_factory=dict)
+    kernels: Annotated[dict[str, str], RARE] = field(default_factory=dict)
     gpu: Literal["a100", "h100", "h200", "b200", "rtx4090", "rtx5090", "mi300x"] | None = None
     backbones: str | None = None
     input_size: PositiveInt = 32

@@ -14,12 +14,13 @@ import gc  # noqa: E402
 from typing import Any  # noqa: E402
 
 from tread_zoo.cli import command  # noqa: E402
-from tread_zoo.config import RunConfig, check_fields  # noqa: E402
+from tread_zoo.config import RunConfig  # noqa: E402
+from tread_zoo.fields import check  # noqa: E402
 
 
 @command("train", RunConfig)
 def main(settings: dict[str, Any]) -> None:
-    check_fields(settings)  # before torch is imported, which takes seconds
+    check(RunConfig, settings)  # before torch is imported, which takes seconds
     gc.disable()  # it would search all that is imported for garbage, again and again
     from tread_zoo.training.loop import train
 

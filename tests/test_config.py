@@ -350,8 +350,8 @@ def test_each_setting_of_each_command_has_a_sentence(script):
     module = importlib.import_module(f"scripts.{script}")
     config = CompareConfig if script == "compare" else module.main.config
     listed = list(settings(config))
-    assert [name for name, _, sentence in listed if not sentence] == []
-    assert {name.partition(".")[0] for name, *_ in listed} == set(default_fields(config))
+    assert [setting.name for setting, sentence in listed if not sentence] == []
+    assert {s.name.partition(".")[0] for s, _ in listed} == set(default_fields(config))
 
 
 def test_help_shows_settings_with_defaults_and_sentences_the_rare_ones_if_asked():

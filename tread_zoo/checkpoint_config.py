@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.config import Weights, part_type
-from tread_zoo.fields import OPTIONS, Device, Fraction
+from tread_zoo.fields import OPTIONS, RARE, Device, Fraction
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -98,15 +98,15 @@ class EncodingConfig:
     text_encoder: str | None = None
     text_length: PositiveInt | None = None
     features: str | None = None
-    inception_weights: str | None = None
-    dinov2_weights: str | None = None
+    inception_weights: Annotated[str | None, RARE] = None
+    dinov2_weights: Annotated[str | None, RARE] = None
     out: str
     content: Literal["auto", "moments", "samples", "mode"] = "auto"
     flips: bool = False
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     batch_size: PositiveInt = 16
-    part_size: PositiveInt = 4000
+    part_size: Annotated[PositiveInt, RARE] = 4000
     num_workers: Annotated[NonNegativeInt, Field(le=1024)] = 0
-    max_corrupt_share: Fraction = 0.01
+    max_corrupt_share: Annotated[Fraction, RARE] = 0.01
     device: Device = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"

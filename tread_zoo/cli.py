@@ -7,7 +7,6 @@
 (`tread_zoo.groups`). A user's error is one line; HYDRA_FULL_ERROR=1 shows the traceback.
 """
 
-import argparse
 import functools
 import logging
 import os
@@ -20,7 +19,6 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser  # hydra.main's own
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import env_override
@@ -29,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tread_zoo.config import RunConfig, with_options
+from tread_zoo.config import RunConfig
 from tread_zoo.credentials import without_credentials
 from tread_zoo.errors import unknown_field, unknown_name
 from tread_zoo.fields import default_fields
@@ -47,6 +45,10 @@ PRESETS: dict[str, dict[str, str | None]] = {  # groups of files with settings, 
     "compare": {"study": "architectures"},
 }
 PARSER = OverridesParser.create()
+FLAGS_WITH_VALUE = {
+    "-c", "--cfg", "-p", "--package", "-i", "--info", "-cd", "--config-dir", "-cn", "--config-name",
+}  # fmt: skip
+FLAGS_THAT_SHOW = {"-c", "--cfg", "-sc", "--shell-completion"}
 
 
 def command(
@@ -78,9 +80,9 @@ def command(
                     doc = run.__globals__["__doc__"]
                     print(describe(doc, config, words, presets(name, config)))
                     return
-                flags = check_words(words, config)
-                shown = flags.shell_completion or flags.cfg is not None
-                store_fields(name, config, PRESETS.get(name, {}), whole=shown)
+                check_words(words, config)
+                shown = {word.partition("=")[0] for word in words} & FLAGS_THAT_SHOW
+                store_fields(name, config, PRESETS.get(name, {}), whole=bool(shown))
                 sys.argv[1:] = map(readable, words)
                 with env_override({"HYDRA_FULL_ERROR": "1"}):  # hydra raises, we word it
                     hydra.main(str(CONFIGS), name, version_base="1.3")(job)()
@@ -140,27 +142,27 @@ def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[st
     }
 
 
-def check_words(words: Sequence[str], config: type) -> argparse.Namespace:
-    """Return hydra's flags from a command line. Words that are neither flags nor overrides raise a
-    `ValueError` with the right spelling."""
-    flags, unknown = get_args_parser().parse_known_args(list(words))
-    unknown += [word for word in flags.overrides if word[0] != "~"]
-    unknown = [word for word in unknown if word[0] == "-" or "=" not in word]
-    for kind, value in (word.partition("=")[::2] for word in flags.overrides):
-        if kind in KINDS and re.fullmatch(r"-?[\d.]+", value):
+def check_words(words: Sequence[str], config: type) -> None:
+    """Raise a `ValueError`, with the right spelling, for words that are neither overrides nor flags
+    of hydra."""
+    fields = default_fields(config)
+    for number, word in enumerate(words):
+        name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
+        if name in KINDS and re.fullmatch(r"-?[\d.]+", value):
             example = (
-                "guidance=cfg guidance.scale=" + value if kind == "guidance" else f"--help {kind}"
+                f"guidance=cfg guidance.scale={value}" if name == "guidance" else f"--help {name}"
             )
-            raise ValueError(f"{kind}={value} is a number, and {kind} has a name: {example}.")
-    if not unknown:
-        return flags
-    word, fields = min(unknown, key=words.index), default_fields(config)
-    name, _, value = word.lstrip("-").replace("-", "_").partition("=")
-    following = next((w for w in words[words.index(word) + 1 :] if w[:1] != "-"), "")
-    meant = f"{name}={value or following or '…'}"
-    if name not in fields and word[0] != "-":
-        meant = f"checkpoint={word}" if "checkpoint" in fields else "seed=1"
-    raise ValueError(f"{word}: settings are written field=value, as in {meant}.")
+            raise ValueError(f"{word} is a number, and {name} has a name: {example}.")
+        is_flag = word[:1] == "-" and name.partition(".")[0] not in fields
+        if is_flag or word[:1] == "~" or (equals and word[:1] != "-"):
+            continue
+        if number and words[number - 1] in FLAGS_WITH_VALUE:
+            continue
+        following = next((w for w in words[number + 1 :] if w[:1] != "-"), "")
+        meant = f"{name}={value or following or '…'}"
+        if name not in fields and word[:1] != "-":
+            meant = f"checkpoint={word}" if "checkpoint" in fields else "seed=1"
+        raise ValueError(f"{word}: settings are written field=value, as in {meant}.")
 
 
 def readable(word: str) -> str:
@@ -259,8 +261,7 @@ def plain_errors(name: str, config: type) -> Iterator[None]:
             group, key = str(cause.full_key).rpartition(".")[0], str(cause.key)
             if group:
                 raise unknown_field(group, key, map(str, cause.parent_node)) from None
-            options = functools.partial(with_options, config, {})
-            raise unknown_field("", key, fields, fields, options) from None
+            raise unknown_field("", key, fields, fields) from None
         raise ValueError("; ".join(text.split("\n")[:2])) from None
 
 

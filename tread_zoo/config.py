@@ -11,13 +11,12 @@ often it reports.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from pydantic import (
     AfterValidator,
@@ -31,10 +30,19 @@ from pydantic.dataclasses import dataclass
 
 from tread_zoo.credentials import without_credentials
 from tread_zoo.errors import unknown_field
-from tread_zoo.fields import OPTIONS, Auto, Device, Fraction, check, default_fields
+from tread_zoo.fields import (
+    BOOKKEEPING,
+    OPTIONS,
+    RARE,
+    Auto,
+    Device,
+    Fraction,
+    check,
+    default_fields,
+    walk,
+)
 from tread_zoo.registry import KINDS, complete, get_entry, plugins_of, split
 
-BOOKKEEPING = "bookkeeping"
 LONGEST_NAME = 150  # bytes of a file name; file systems take 255
 
 
@@ -116,22 +124,22 @@ class TrainingConfig:
     gradient_accumulation_steps: PositiveInt = 1
     max_grad_norm: Annotated[float, Field(ge=1e-6)] | Annotated[float, Field(ge=0, le=0)] = 1.0
     ema_decay: Fraction = 0.995
-    ema_warmup: bool = True
-    ema_snapshots_every: Annotated[NonNegativeInt, BOOKKEEPING] = 0
+    ema_warmup: Annotated[bool, RARE] = True
+    ema_snapshots_every: Annotated[NonNegativeInt, BOOKKEEPING, RARE] = 0
     label_dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     horizontal_flip: bool = False
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     activation_checkpointing: Annotated[bool | NonNegativeInt, BOOKKEEPING] = False
     compile: Annotated[bool, BOOKKEEPING] = False
     num_workers: Annotated[NonNegativeInt, Field(le=1024), BOOKKEEPING] = 0
-    max_corrupt_share: Annotated[Fraction, BOOKKEEPING] = 0.01
+    max_corrupt_share: Annotated[Fraction, BOOKKEEPING, RARE] = 0.01
     log_every: Annotated[PositiveInt, BOOKKEEPING] = 20
     sample_every: Annotated[NonNegativeInt, BOOKKEEPING] = 200
     score_every: Annotated[NonNegativeInt, BOOKKEEPING] = 0
     checkpoint_every: Annotated[NonNegativeInt, BOOKKEEPING] = 250
-    keep_checkpoints: Annotated[PositiveInt, BOOKKEEPING] = 2
-    timeout_s: Annotated[PositiveInt, Field(le=31_536_000), BOOKKEEPING] = 1800  # a year
-    max_time_s: Annotated[PositiveFloat | None, Field(le=31_536_000), BOOKKEEPING] = None
+    keep_checkpoints: Annotated[PositiveInt, BOOKKEEPING, RARE] = 2
+    timeout_s: Annotated[PositiveInt, Field(le=31_536_000), BOOKKEEPING, RARE] = 1800  # a year
+    max_time_s: Annotated[PositiveFloat | None, Field(le=31_536_000), BOOKKEEPING, RARE] = None
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -158,17 +166,17 @@ class EvaluationConfig:
     """
 
     num_images: PositiveInt = 500
-    labels: Literal["even", "random"] = "even"
+    labels: Annotated[Literal["even", "random"], RARE] = "even"
     extractor: str = "auto"
     metrics: Annotated[Auto | tuple[dict[str, Any], ...], BeforeValidator(_metrics)] = "auto"
     reference: str = "train"
-    num_reference: PositiveInt | None = None
-    seed: int = 1
-    block_ranges: Annotated[tuple[tuple[int, int], ...], BOOKKEEPING] = ()
-    batch_size: Annotated[PositiveInt, BOOKKEEPING] = 250
-    inception_weights: Annotated[str | None, BOOKKEEPING] = None
-    dinov2_weights: Annotated[str | None, BOOKKEEPING] = None
-    keep_images: Annotated[str | None, BOOKKEEPING] = None
+    num_reference: Annotated[PositiveInt | None, RARE] = None
+    seed: Annotated[int, RARE] = 1
+    block_ranges: Annotated[tuple[tuple[int, int], ...], BOOKKEEPING, RARE] = ()
+    batch_size: Annotated[PositiveInt, BOOKKEEPING, RARE] = 250
+    inception_weights: Annotated[str | None, BOOKKEEPING, RARE] = None
+    dinov2_weights: Annotated[str | None, BOOKKEEPING, RARE] = None
+    keep_images: Annotated[str | None, BOOKKEEPING, RARE] = None
 
 
 def _sampled(part: Any) -> Any:
@@ -199,6 +207,13 @@ class SamplingGrid:
 
 
 GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
+
+
+def default_part(kind: str, name: str) -> dict[str, Any]:
+    """Return `{"name": …, option: default, …}` of a part; a required option has "???"."""
+    entry = get_entry(kind, name)
+    grid = default_fields(SamplingGrid) if kind == "sampler" else {}
+    return {"name": entry.name, **grid, **entry.options()}
 
 
 def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -269,9 +284,9 @@ class RunConfig:
     run_dir: Annotated[str, BOOKKEEPING] = "auto"
     init_from: str | None = None
     resume: Annotated[str | None, BOOKKEEPING] = None
-    resume_changed: Annotated[bool, BOOKKEEPING] = False
+    resume_changed: Annotated[bool, BOOKKEEPING, RARE] = False
     overwrite: Annotated[bool, BOOKKEEPING] = False
-    kernels: Annotated[dict[str, str], BOOKKEEPING] = dataclasses.field(default_factory=dict)
+    kernels: Annotated[dict[str, str], BOOKKEEPING, RARE] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return every field as plain values, without credentials: what a checkpoint stores."""
@@ -316,14 +331,6 @@ class RunFields(TypedDict, total=False):
     kernels: Mapping[str, str]
 
 
-def check_fields(fields: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a run with its parts as given, unchecked, so that nothing is
-    imported."""
-    options = functools.partial(with_options, RunConfig, fields)
-    config: RunConfig = check(RunConfig, fields, "", options)
-    return config
-
-
 def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
@@ -333,7 +340,7 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
         ValueError: a field is unknown, a value has the wrong type or range, or values exclude each
             other. One line names the field, the value and what would work.
     """
-    config = check_fields(fields)
+    config: RunConfig = check(RunConfig, fields)  # parts as given
     parts = {kind: getattr(config, kind) for kind in PART_FIELDS}
     sampler = complete_sampler(parts.pop("sampler"))
     parts = {kind: complete(kind, part) for kind, part in parts.items()}
@@ -414,18 +421,6 @@ def _auto_run_dir(config: RunConfig) -> str:
     return f"runs/{'_'.join([*names, *([file_name(texts)] if texts else [])])}_seed{config.seed}"
 
 
-def with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration class's fields with defaults; a part has its options, not its name."""
-    tree = default_fields(cls)
-    for kind in PART_FIELDS:
-        if isinstance(tree.get(kind), str):
-            with suppress(ValueError):
-                entry = get_entry(kind, split(kind, given.get(kind, tree[kind]))[0])
-                grid = default_fields(SamplingGrid) if kind == "sampler" else {}
-                tree[kind] = {**grid, **dict.fromkeys(entry.parameters()), **entry.defaults()}
-    return tree
-
-
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the differences of nested mappings: {dotted key: (value in one, value in other)}."""
     pairs: dict[str, tuple[Any, Any]] = {}
@@ -438,16 +433,9 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, t
     return pairs
 
 
-def bookkeeping_fields(cls: Any = RunConfig, prefix: str = "") -> set[str]:
-    """Return the dotted names of the fields that are marked `BOOKKEEPING`."""
-    hints, names = get_type_hints(cls, include_extras=True), set[str]()
-    for field in dataclasses.fields(cls):
-        hint, name = hints[field.name], prefix + field.name
-        if BOOKKEEPING in getattr(hint, "__metadata__", ()):
-            names.add(name)
-        elif dataclasses.is_dataclass(hint):
-            names |= bookkeeping_fields(hint, f"{name}.")
-    return names
+def bookkeeping_fields() -> set[str]:
+    """Return the dotted names of a run's settings that are marked `BOOKKEEPING`."""
+    return {setting.name for setting in walk(RunConfig) if BOOKKEEPING in setting.marks}
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

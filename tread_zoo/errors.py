@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ USUAL_NAMES = _by_alias(
         "run_dir": "output_dir",
     }
 )
+_USUAL = [path for paths in USUAL_NAMES.values() for path in paths.split()]
 # Names of parts in other projects, and ours.
 USUAL_PARTS = _by_alias(
     {
@@ -92,7 +93,6 @@ def unknown_field(
     field: object,
     known: Iterable[str],
     tree: Mapping[str, Any] | None = None,
-    options: Callable[[], Mapping[str, Any]] = dict,
 ) -> ValueError:
     """Return a `ValueError` for a field that its group does not have, suggesting the nearest one.
 
@@ -100,13 +100,13 @@ def unknown_field(
         group: dotted; "" at the top.
         field: the name that was given.
         known: the group's fields.
-        tree: all groups with their fields, as nested mappings, for a field of another group.
-        options: returns the tree with the options of parts, if `tree` has no similar name.
+        tree: all groups with their fields, as nested mappings, for a field of another group or a usual
+            option there.
     """
     names, prefix = sorted(known), f"{group}." if group else ""
     paths = [prefix + name for name in names]
-    near = _nearest_field(str(field), prefix, [*dict.fromkeys([*paths, *_paths(tree or {})])])
-    near = near or _nearest_field(str(field), prefix, [*_paths(options())])
+    others = [*_paths(tree), *_USUAL] if tree else []
+    near = _nearest_field(str(field), prefix, [*dict.fromkeys([*paths, *others])])
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     if instead := INSTEAD.get(f"{prefix}{field}"):
         hint = f" Use {instead}."
@@ -161,7 +161,6 @@ def describe_invalid(
     error: "ValidationError",
     given: Mapping[str, Any],
     defaults: Mapping[str, Any],
-    options: Callable[[], Mapping[str, Any]] = dict,
 ) -> ValueError:
     """Return pydantic's first error as a `ValueError` of one line.
 
@@ -170,7 +169,6 @@ def describe_invalid(
         error: pydantic's exception.
         given: the fields that were validated.
         defaults: all fields with their defaults; nested groups are mappings.
-        options: see `unknown_field`.
     """
     details = error.errors(include_url=False)
     first = details[0]
@@ -181,9 +179,7 @@ def describe_invalid(
         last = depth == len(first["loc"]) - 1
         if first["type"] in ("extra_forbidden", "unexpected_keyword_argument") and last:
             names = known if isinstance(known, Mapping) else ()
-            if prefix:
-                return unknown_field(".".join(path), key, names)
-            return unknown_field(".".join(path), key, names, defaults, options)
+            return unknown_field(".".join(path), key, names, None if prefix else defaults)
         if first["type"] == "missing" and last and isinstance(key, str):
             field = ".".join([*path, str(key)])
             return ValueError(f"{field} is not set: add {field}=… to the command line.")

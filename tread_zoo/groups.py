@@ -3,6 +3,7 @@ option of it. The registry checks names later: to compose, no part or plug-in is
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -13,15 +14,9 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from tread_zoo.config import PART_FIELDS
+from tread_zoo.config import PART_FIELDS, default_part
 from tread_zoo.fields import default_fields
 from tread_zoo.registry import available
-
-
-def groups_of(config: type) -> list[str]:
-    """Return the fields of a script's settings that choose a part."""
-    defaults = default_fields(config)
-    return [f for f in PART_FIELDS if isinstance(defaults.get(f), str | dict)]
 
 
 def store_fields(
@@ -32,28 +27,34 @@ def store_fields(
     Args:
         name, config: of the script, and the class of its settings.
         presets: groups of files whose settings come last, and the choice of each.
-        whole: store the defaults, too, to show them.
+        whole: store all defaults, also those of parts, to show them.
     """
-    groups, node = groups_of(config), dict[str, Any]()
+    node, chosen = dict[str, Any](), dict[str, Any]()
     for field, default in default_fields(config).items():
-        if field not in groups and not isinstance(default, Mapping):
+        if field in PART_FIELDS and isinstance(default, str):
+            chosen[field] = default if whole else None
+            node[field] = OmegaConf.create({}, flags={"struct": False})
+        elif isinstance(default, Mapping):
+            node[field] = OmegaConf.create(default if whole else {}, flags={"struct": False})
+        else:
             node[field] = default if whole else "???"
-            continue
-        shown = {"name": default} if isinstance(default, str) else default
-        node[field] = OmegaConf.create(shown if whole else {}, flags={"struct": False})
-    node["defaults"] = ["_self_", *({group: None} for group in groups)]
+    chosen |= {field: None for field in PART_FIELDS if field in node and field not in chosen}
+    node["defaults"] = ["_self_", *({group: option} for group, option in chosen.items())]
     node["defaults"] += [{group: option} for group, option in presets.items()]
     node["defaults"] += [{"override hydra/job_logging": "plain"}]
     sweep = {"dir": "runs/sweep", "subdir": "${hydra.job.num}"}
     node["hydra"] = {"output_subdir": None, "run": {"dir": "."}, "sweep": sweep}
     ConfigStore.instance().store(name, node)
-    RegistrySearchPath.groups = groups
+    RegistrySearchPath.groups = [*chosen]
+    RegistrySource.whole = [field for field, option in chosen.items() if option]
     for plugin in (RegistrySource, RegistrySearchPath):
         Plugins.instance().register(plugin)
 
 
 class RegistrySource(ConfigSource):
     """Hydra's source of registered names: each is an option of the groups that its path lists."""
+
+    whole: Sequence[str] = ()  # groups whose options are shown with their defaults
 
     @staticmethod
     def scheme() -> str:
@@ -70,8 +71,14 @@ class RegistrySource(ConfigSource):
         return self.is_group(group) and name != ""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        name = config_path.rpartition("/")[2]
-        node = OmegaConf.create({"name": name}, flags={"struct": False})
+        group, _, name = config_path.rpartition("/")
+        options: dict[str, Any] = {"name": name}
+        if group in self.whole:
+            with suppress(
+                ValueError
+            ):  # of a plug-in, or no choice at all
+                options = default_part(group, name)
+        node = OmegaConf.create(options, flags={"struct": False})
         return ConfigResult("tread_zoo", config_path, node, {"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:

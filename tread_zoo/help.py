@@ -12,7 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from tread_zoo.checkpoint_config import CheckpointConfig
 from tread_zoo.config import (
@@ -23,26 +23,12 @@ from tread_zoo.config import (
     TrainingConfig,
 )
 from tread_zoo.errors import unknown_name
-from tread_zoo.fields import default_fields
+from tread_zoo.fields import RARE, Setting, default_fields, walk
 from tread_zoo.registry import available, get_entry
 
 WIDTH, INDENT = 110, 34
 SENTENCE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 SHARED = (CheckpointConfig, EvaluationConfig, TrainingConfig, RunConfig)  # "as of `…`"
-
-# Settings that only `--help all` shows.
-RARELY_SET = {
-    "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
-    "max_corrupt_share",
-    *("training." + name for name in (
-        "ema_snapshots_every", "ema_warmup", "max_corrupt_share", "timeout_s", "keep_checkpoints",
-        "max_time_s",
-    )),
-    *("evaluation." + name for name in (
-        "labels", "num_reference", "seed", "block_ranges", "batch_size", "inception_weights",
-        "dinov2_weights", "keep_images",
-    )),
-}  # fmt: skip
 
 
 def describe(
@@ -72,11 +58,11 @@ def describe(
     lines = [doc.strip(), "", "Settings, written field=value:", ""]
     for name, options in presets.items():
         lines.append(_line(f"{prefix}{name}", "…", f"a preset: {', '.join(sorted(options))}"))
-    for name, default, sentence in settings(config):
-        if every or name not in RARELY_SET:
-            lines += [""] * (name.rpartition(".")[0] != group)
-            lines.append(_line(prefix + name, default, sentence))
-            group = name.rpartition(".")[0]
+    for setting, sentence in settings(config):
+        if every or RARE not in setting.marks:
+            lines += [""] * (setting.name.rpartition(".")[0] != group)
+            lines.append(_line(prefix + setting.name, setting.default, sentence))
+            group = setting.name.rpartition(".")[0]
     lines.append("")
     if parts:
         first = parts[0]
@@ -86,24 +72,20 @@ def describe(
     return "\n".join(lines)
 
 
-def settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, default, description) of each setting of a configuration class, nested settings
-    last."""
-    explained, shared = sentences(config), sentences(*SHARED)
-    hints, nested = get_type_hints(config), list[tuple[str, Any]]()
-    for field, default in default_fields(config).items():
-        hint = hints[field if field in hints else f"{field}_"]
-        if dataclasses.is_dataclass(hint):
-            nested.append((field, hint))
-            continue
-        sentence = explained.get(field, "")
+def settings(config: type) -> Iterator[tuple[Setting, str]]:
+    """Yield each setting of a configuration class with its description."""
+    groups = {field.name: field.type for field in dataclasses.fields(config)}
+    explained, shared = {"": sentences(config)}, sentences(*SHARED)
+    for setting in walk(config):
+        group, _, name = setting.name.rpartition(".")
+        if group not in explained:
+            explained[group] = sentences(groups[group])
+        sentence = explained[group].get(name, "")
         if sentence.startswith("as of "):
-            sentence = shared[field]
-        if get_origin(hint) is Literal and len(get_args(hint)) > 1:
-            sentence = f"{sentence} [{', '.join(get_args(hint))}]"
-        yield prefix + field, default, sentence
-    for field, hint in nested:
-        yield from settings(hint, f"{prefix}{field}.")
+            sentence = shared[name]
+        if get_origin(setting.type) is Literal and len(get_args(setting.type)) > 1:
+            sentence = f"{sentence} [{', '.join(get_args(setting.type))}]"
+        yield setting, sentence
 
 
 def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
@@ -139,13 +121,13 @@ def _part(kind: str, name: str) -> str:
     targets = [get_entry(kind, other).target for other in available(kind)]  # they share options
     targets += [getattr(entry.target, role, object) for role in ("mixer", "mlp")]
     explained = sentences(*targets, entry.target)
-    values = {**dict.fromkeys(entry.parameters(), "???"), **entry.defaults()}
+    values = entry.options()
     order = {name: place for place, name in enumerate(sentences(entry.target))}
     values = dict(sorted(values.items(), key=lambda each: order.get(each[0], len(order))))
     lines = [_fill(f"{kind}={entry.name}: {_summary(entry.target)}", "")]
     lines += [_line(f"{kind}.{k}", v, explained.get(k, "")) for k, v in values.items()]
     if kind == "sampler":
-        lines += [_line(*setting) for setting in settings(SamplingGrid, "sampler.")]
+        lines += [_line(f"sampler.{s.name}", s.default, text) for s, text in settings(SamplingGrid)]
     return "\n".join(lines)
 
 

@@ -93,6 +93,10 @@ class Entry:
         given = {k: p.default for k, p in self.parameters().items() if p.default is not p.empty}
         return {**given, **self.preset}
 
+    def options(self) -> dict[str, Any]:
+        """Return all options with their defaults; a required one has "???"."""
+        return {**dict.fromkeys(self.parameters(), "???"), **self.defaults()}
+
     @functools.cached_property
     def schema(self) -> type[BaseModel]:
         """The options as a pydantic model."""
