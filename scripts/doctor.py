@@ -2,7 +2,6 @@
 
 tread-zoo doctor
 tread-zoo doctor device=cpu kernels.selective_scan=naive
-tread-zoo doctor gpu=h100                                         # what each row would run there
 tread-zoo doctor backbones='mamba*' input_size=8 in_channels=1    # FLOPs, routes
 
 Ends with status 1 if a self-test fails.
@@ -10,7 +9,7 @@ Ends with status 1 if a self-test fails.
 
 import sys
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -26,14 +25,12 @@ class DoctorConfig:
 
     Args:
         device, kernels: as of `RunConfig`.
-        gpu: show instead what each backbone would run on this GPU, which need not be present.
         backbones: a pattern such as "mamba*": show instead a table of their sizes.
         input_size, in_channels, num_classes: of the images in that table.
     """
 
     device: Device = "auto"
     kernels: Annotated[dict[str, str], RARE] = field(default_factory=dict)
-    gpu: Literal["a100", "h100", "h200", "b200", "rtx4090", "rtx5090", "mi300x"] | None = None
     backbones: str | None = None
     input_size: PositiveInt = 32
     in_channels: PositiveInt = 4
@@ -47,9 +44,6 @@ def main(settings: dict[str, Any]) -> None:
     from tread_zoo.kernels import describe, set_forms
     from tread_zoo.runtime import resolve_device
 
-    if config.gpu is not None:
-        print(*doctor.describe_gpu(config.gpu, config.backbones or "*_matched_b"), sep="\n")
-        return
     if config.backbones is not None:
         sizes = (config.input_size, config.in_channels, config.num_classes)
         print(*doctor.list_sizes(config.backbones, *sizes), sep="\n")

@@ -1,14 +1,12 @@
 """The doctor tells what is there and what computes wrongly."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
 
 from tread_zoo import available, doctor
 from tread_zoo.kernels import dispatch, get_forms
-from tread_zoo.kernels.gated_delta_rule.fused import CHUNK_GATED_DELTA_RULE
 
 CPU = torch.device("cpu")
 
@@ -28,20 +26,6 @@ def test_a_form_that_computes_wrongly_fails(monkeypatch):
     monkeypatch.setitem(dispatch.OPERATIONS, "attention", operation)
     (fine,) = [ok for words, ok in doctor.check_kernels(CPU) if words.startswith("attention")]
     assert not fine
-
-
-def test_what_a_row_would_run_on_a_gpu_that_is_not_here(monkeypatch):
-    before, function = get_forms(), CHUNK_GATED_DELTA_RULE
-    monkeypatch.setattr(function, "function", len)
-    for row, form in (
-        ("mamba_tiny", "selective_scan: triton"),
-        ("gated_deltanet_tiny", "gated_delta_rule: fla"),  # in half precision, as on a GPU
-    ):
-        lines = "\n".join(doctor.describe_gpu("h100", row))
-        assert re.search(rf"{row} +{form}", lines)
-        assert "capability 9.0" in lines
-        assert "cutlass" in lines
-    assert get_forms() == before
 
 
 def test_the_table_of_backbones_has_each_with_less_work_where_it_routes():

@@ -2,18 +2,16 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.contract.crossing import Crossing
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.factory import create_backbone
-from tread_zoo.kernels import dispatch, get_forms
+from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import NAIVE, get_example, get_implementation, list_forms, unusable
 from tread_zoo.kernels.packages import import_problem
 from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
@@ -26,13 +24,6 @@ from tread_zoo.version import describe_code
 # (distribution, module, what it is for, how it is installed)
 CUDA = 'pip install "tread-zoo[cuda]"'
 BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
-# dependencies of mamba-ssm beside its kernels
-DEMANDS = "mamba-ssm built by [cuda-build] needs tilelang, quack-kernels (cutlass) and transformers"
-# compute capability, or AMD's name of the architecture
-GPUS = {
-    "a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0", "rtx4090": "8.9",
-    "rtx5090": "12.0", "mi300x": "gfx942",
-}  # fmt: skip
 PACKAGES = (
     ("triton", "triton", "our fused scans", "pip install triton"),
     ("fla-core", "fla", "ssd, linear attention, delta rules", CUDA),
@@ -77,32 +68,6 @@ def describe_packages(device: torch.device) -> list[str]:
     return lines
 
 
-def describe_gpu(gpu: str, pattern: str) -> list[str]:
-    """Return the forms that each matching backbone would run on a GPU, routed, in bf16, at 32 x 32
-    latents, and why no preferred form is used. The network is called on fake tensors: no GPU is
-    needed, and the kernels of this machine's packages are not verified."""
-    lines = [
-        f"{gpu}: compute capability {GPUS[gpu]}, precision=auto is bf16, TF32 "
-        f"{'does not exist on AMD' if GPUS[gpu].startswith('gfx') else 'is available'}",
-        f"with the packages of this machine; {CUDA} adds the fused forms",
-        DEMANDS,
-        "",
-    ]
-    sizes = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
-    for name in _sizes(pattern):
-        with torch.device("meta"):
-            network = create_backbone(name, **sizes)
-        routes = routes_of(network, 2)
-        valueless = FakeTensorMode(allow_non_fake_inputs=True)
-        with valueless, dispatch.reporting() as report, _bf16_on_cuda(), torch.device("cuda"):
-            network.to_empty(device="cuda")
-            moved = [route.to("cuda") for route in routes]
-            y = torch.empty(2, dtype=torch.int64)
-            network(torch.empty(2, 4, 32, 32), torch.empty(2), y, routes=moved)
-        lines += [f"{name:24s} {line}" for line in sorted(report)]
-    return lines
-
-
 def routes_of(
     network: Backbone, num_images: int, device: torch.device | str = "cpu"
 ) -> Sequence[Crossing]:
@@ -112,17 +77,6 @@ def routes_of(
         Stack.of(network), images, Step(0, 1, 0)
     )
     return routes
-
-
-@contextmanager
-def _bf16_on_cuda() -> Iterator[None]:
-    """Autocast to bf16 as on a GPU; `torch.autocast` refuses without one."""
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:

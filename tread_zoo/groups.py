@@ -74,9 +74,7 @@ class RegistrySource(ConfigSource):
         group, _, name = config_path.rpartition("/")
         options: dict[str, Any] = {"name": name}
         if group in self.whole:
-            with suppress(
-                ValueError
-            ):  # of a plug-in, or no choice at all
+            with suppress(ValueError):  # of a plug-in, or no choice at all
                 options = default_part(group, name)
         node = OmegaConf.create(options, flags={"struct": False})
         return ConfigResult("tread_zoo", config_path, node, {"package": None})

@@ -39,19 +39,15 @@ def test_links_do_not_multiply_pictures(tmp_path, caplog):
     assert trained_on(root).class_names == ("b", "c", "d"), "a link out of the folder is read"
 
 
-def test_hidden_files_pipes_and_kernel_folders_are_left_out(tmp_path, caplog):
+def test_hidden_files_and_pipes_are_left_out(tmp_path, caplog):
     write(tmp_path / "own", 1, 2)
     write(tmp_path / "own" / ".ipynb_checkpoints", 3)
     (tmp_path / "own" / "._1.png").write_text("of macOS")
     os.mkfifo(tmp_path / "own" / "pipe.png")
     (tmp_path / "own" / "gone.png").symlink_to("nowhere.png")
-    os.symlink("/proc", tmp_path / "processes")
     assert values_of(trained_on(tmp_path / "own").train) == [1, 2]
     assert "2 no regular file" in caplog.text
     assert len(open_images(tmp_path / "own")) == 2
-    for read in (trained_on, open_images):
-        with pytest.raises(ValueError, match="no pictures"):
-            read(tmp_path / "processes")
 
 
 def test_train_and_val_are_no_classes(tmp_path):
@@ -100,21 +96,13 @@ def test_an_invisible_colour_never_shows(tmp_path, kind, caplog):
     image = trained_on(tmp_path).train[0][0]
     assert (image[:, :, :4] == 255).all()
     assert (image[:, :, 4:] == 90).all()
-    assert "1 picture" in caplog.text
+    assert "1 of 1 picture" in caplog.text
     assert "white" in caplog.text
     red = trained_on(tmp_path, background="#ff0000").train[0][0]
     assert red[:, 0, 0].tolist() == [255, 0, 0]
     assert set(trained_on(tmp_path, image_size=4).train[0][0][:, :, :2].unique().tolist()) == {255}
     scored = open_images(tmp_path).read(range(1))[0][0]
     assert (scored == image[: len(scored)]).all()
-
-
-def test_every_transparent_picture_is_counted(tmp_path, caplog):
-    for number in range(130):
-        mode = "RGBA" if number % 2 else "RGB"
-        Image.new(mode, (2, 2)).save(tmp_path / f"{number:03d}.png")
-    trained_on(tmp_path)
-    assert "65 pictures" in caplog.text
 
 
 def test_a_background_that_is_no_colour(tmp_path):

@@ -89,7 +89,7 @@ def test_a_column_named_class_is_taken_and_others_are_named(tmp_path, caplog):
     table.save_to_disk(tmp_path / "other")
     data = create("data", "hf", path=str(tmp_path / "other"))
     assert data.num_classes == 0
-    assert "like labels: species (" in caplog.text
+    assert "no labels; columns that are not used: species (" in caplog.text
 
 
 def test_a_class_is_found_however_its_name_is_composed():

@@ -76,14 +76,11 @@ def picture_formats() -> tuple[str, ...]:
 
 def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
     """Yield what is no folder under `root`. Links to folders are followed last, so that each folder
-    is found under its own name; the kernel's file systems are not entered."""
-    virtual = {os.stat(place).st_dev for place in ("/proc", "/sys") if os.path.ismount(place)}
+    is found under its own name."""
     seen, places, links, repeated = set[tuple[int, int]](), [os.fspath(root)], list[str](), 0
     while places or links:
         place = places.pop() if places else links.pop(0)
         status = os.stat(place)
-        if status.st_dev in virtual:
-            continue
         if (status.st_dev, status.st_ino) in seen:
             repeated += 1
             continue

@@ -13,8 +13,6 @@ logger = logging.getLogger(__name__)
 
 MOST_CLASSES = 2**20  # a network has an embedding for each
 COLUMNS = ("label", "labels", "class", "cls", "target")  # taken in this order where none is named
-_SURVEYED = 1000  # rows, by which other columns are judged
-_FEW = 0.1  # of these, the different values of a column that may have labels
 
 
 def nfc(word: str) -> str:
@@ -116,8 +114,7 @@ def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | N
     """Return the column of labels of a table of the `datasets` library: one named as in `COLUMNS`,
     or the only one of class labels; None without any. `used` are columns of something else.
 
-    Columns that look like labels and are not taken are logged. Raises ValueError if several
-    columns have class labels.
+    Columns that are not used are logged. Raises ValueError if several columns have class labels.
     """
     import datasets
 
@@ -130,31 +127,15 @@ def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | N
             "data.num_classes=0 to train without labels."
         )
     chosen = next(iter([*named, *classes]), None)
-    rest = table.select(range(min(len(table), _SURVEYED)))
-    others = [
-        column
-        for column, kind in features.items()
-        if column != chosen and (column in [*named, *classes] or _may_be_labels(rest, column, kind))
-    ]
+    others = [n for n in features if n != chosen and not n.startswith("__")]
     if others:
         taken = "there are no labels" if chosen is None else f"the labels are in {chosen!r}"
-        logger.warning(
-            "labels    %s: %s; not used, but like labels: %s (data.label_column)",
+        logger.log(
+            logging.WARNING if chosen is None else logging.INFO,
+            "labels    %s: %s; columns that are not used: %s (data.label_column)",
             name, taken, ", ".join(others),
         )  # fmt: skip
     return chosen
-
-
-def _may_be_labels(table: Any, column: str, kind: Any) -> bool:
-    """Return whether a column has few different integers or texts, or lists of integers."""
-    kind, is_list = getattr(kind, "feature", kind), hasattr(kind, "feature")
-    dtype = str(getattr(kind, "dtype", ""))
-    if column.startswith("__") or not ("int" in dtype or (dtype == "string" and not is_list)):
-        return False
-    if is_list:
-        return True
-    values = table[column]
-    return 1 < len(set(values)) <= max(2, _FEW * len(values))
 
 
 def label_text(content: bytes) -> str:

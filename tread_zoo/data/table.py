@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
-_MEASURED, _COUNTED = 64, 10_000  # pictures: for the size, and for transparency
+_MEASURED = 64  # pictures, for the size
 
 
 @dataclass(eq=False)
@@ -384,13 +384,14 @@ def _picture_data(
     labels, names = _read_labels(table, label_column, others, num_classes, name)
     table = table.select_columns(list(used)).rename_columns(used)
     # not decoded here: a corrupt picture is reported when it is read
-    for column in set(used.values()) - {"context"}:
+    pictures = set(used.values()) - {"context"}
+    for column in pictures:
         table = table.cast_column(column, datasets.Image(decode=False))
     if context_column is not None:
         table = table.with_format("numpy", columns=["context"], output_all_columns=True)
         context = context_shape(table, "context", context_length)
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    shape = _survey(table, name, size, background)
+    shape = _survey(table.select_columns([*pictures]), name, size, background)
     data = split_data(
         name,
         PictureTable(table, labels, context, size, channels, shape, colour, crop, captions),
@@ -456,38 +457,28 @@ def _source(row: dict[str, Any]) -> Any:
 def _survey(
     table: "datasets.Dataset", name: str, shape: tuple[int, int] | None, background: str
 ) -> tuple[int, int]:
-    """Return `shape`, if set, or else (H, W) of up to 64 evenly spaced pictures. Transparent ones
-    of up to 10,000 are counted in the log; pictures that cannot be opened are reported in training.
+    """Return `shape`, if set, or else (H, W) of up to 64 evenly spaced pictures. If any is
+    transparent, that is logged; pictures that cannot be opened are reported in training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.
     """
     sizes: dict[tuple[int, int], int] = {}
-    transparent, reason, table = (
-        0,
-        "",
-        table.select_columns([n for n in table.features if n != "context"]),
-    )
-    measured, counted = (evenly_spaced(len(table), n) for n in (_MEASURED, _COUNTED))
-    for row in sorted({*measured, *counted}):
-        source = _source(table[row])
-        if row not in measured and _is_jpeg(source):
-            continue
+    transparent, reason, rows = 0, "", evenly_spaced(len(table), _MEASURED)
+    for row in rows:
         try:
-            picture = open_picture(source)
-        except Exception as error:  # as above
+            picture = open_picture(_source(table[row]))
+        except Exception as error:  # as in read_picture
             reason = str(error)
             continue
-        if row in measured:
-            sizes.setdefault((picture.height, picture.width), row)
+        sizes.setdefault((picture.height, picture.width), row)
         transparent += picture.has_transparency_data
     if not sizes:
         raise ValueError(f"{name}: none of the sampled pictures can be opened: {reason}")
     if transparent:
-        of = "" if len(counted) == len(table) else f" of {len(counted)} looked at"
         logger.warning(
-            "alpha     %s: %d pictures%s have transparency, on data.background=%s",
-            name, transparent, of, background,
+            "alpha     %s: %d of %d pictures looked at have transparency, on data.background=%s",
+            name, transparent, len(rows), background,
         )  # fmt: skip
     if shape is None and len(sizes) > 1:
         two = [f"number {row} is {high}x{wide}" for (high, wide), row in list(sizes.items())[:2]]
@@ -496,10 +487,3 @@ def _survey(
             "data.image_size."
         )
     return shape or next(iter(sizes))
-
-
-def _is_jpeg(source: Any) -> bool:
-    """Return whether a picture is a JPEG, by its first bytes or its suffix: it has no alpha."""
-    if isinstance(source, bytes):
-        return source.startswith(b"\xff\xd8")
-    return str(source).lower().endswith((".jpg", ".jpeg"))
