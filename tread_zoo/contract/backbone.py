@@ -27,13 +27,7 @@ from tread_zoo.contract.checks import (
     check_new_context,
     check_streams,
 )
-from tread_zoo.contract.crossing import (
-    Crossing,
-    Exit,
-    Tokens,
-    check_crossings,
-    plain_condition,
-)
+from tread_zoo.contract.crossing import Crossing, Exit, Tokens, check_crossings, plain_condition
 from tread_zoo.contract.crossing import Features as Features
 from tread_zoo.contract.crossing import Layout as Layout
 from tread_zoo.contract.crossing import PerToken as PerToken

@@ -34,11 +34,7 @@ Loss = Callable[[Backbone, Tensor, Tensor | None, Routes], Tensor]
 
 
 def count_flops(
-    backbone: Backbone,
-    *,
-    batch: int = 1,
-    routes: Routes = (),
-    backward: bool = False,
+    backbone: Backbone, *, batch: int = 1, routes: Routes = (), backward: bool = False
 ) -> int:
     """Return the FLOPs of a forward pass (with `backward`, of both passes) on `batch` images."""
     return _trace(without_data(backbone), batch, routes, backward)

@@ -10,12 +10,7 @@ from tread_zoo.errors import unknown_name
 from tread_zoo.published.conversion import FORMATS, LABEL_TABLE
 from tread_zoo.published.format import CheckpointFormat, Tensors
 from tread_zoo.registry import complete, get_entry
-from tread_zoo.runs.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    find_checkpoint,
-    load_backbone,
-)
+from tread_zoo.runs.checkpoint import Checkpoint, CheckpointError, find_checkpoint, load_backbone
 
 
 def export_checkpoint(

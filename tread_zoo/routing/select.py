@@ -21,15 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tread_zoo.contract.crossing import (
-    Crossing,
-    Exit,
-    Streams,
-    Tokens,
-    gather,
-    row_index,
-    scatter,
-)
+from tread_zoo.contract.crossing import Crossing, Exit, Streams, Tokens, gather, row_index, scatter
 from tread_zoo.seeding import ImageGenerator
 
 Absent = Callable[[Streams], Streams]  # input of the blocks -> output for tokens that did not run

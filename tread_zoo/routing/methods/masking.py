@@ -20,15 +20,7 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
-from tread_zoo.contract.crossing import (
-    Crossing,
-    Exit,
-    Streams,
-    Tokens,
-    gather,
-    row_index,
-    scatter,
-)
+from tread_zoo.contract.crossing import Crossing, Exit, Streams, Tokens, gather, row_index, scatter
 from tread_zoo.contract.layers import sincos_2d
 from tread_zoo.registry import register
 from tread_zoo.routing.method import Bypass, Crossings, Stack, Step

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tread_zoo.contract.crossing import Crossing, Exit, Layout, Tokens
-from tread_zoo.routing.others.arguments import (
-    Adapter,
-    First,
-    image_of,
-    sequence,
-    take,
-    with_image,
-)
+from tread_zoo.routing.others.arguments import Adapter, First, image_of, sequence, take, with_image
 from tread_zoo.routing.others.check import Verdict, cycle, examine, most_similar
 
 

@@ -90,5 +90,5 @@ FAMILIES: dict[str, Family] = {
     "ZImageTransformer2DModel": Family(("layers",), ("noise_refiner",), image_first=True),
 }
 REFUSED = {
-    "LatteTransformer3DModel": "its blocks attend along space and time in turn, on a full grid",
+    "LatteTransformer3DModel": "its blocks attend along space and time in turn, on a full grid"
 }
