@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, PositiveInt
 
-from backbones.mixers.base import GIVEN, Mixer, read_keywords
+from backbones.mixers.base import GIVEN, Mixer, check_width, read_keywords
 from backbones.shells import LightningBackbone
 from tread_zoo.errors import unknown_name
 from tread_zoo.registry import Entry, available, get_entry
@@ -95,10 +95,7 @@ class Hybrid(LightningBackbone):
         hidden_size: PositiveInt = 384,
         **options: Any,
     ) -> None:
-        if hidden_size % (4 * num_heads):
-            raise ValueError(
-                f"hidden_size={hidden_size} must be divisible by 4 num_heads={4 * num_heads}."
-            )
+        check_width(hidden_size, 4 * num_heads, "4 * num_heads")
         self._period, self._num_heads = read_pattern(pattern), num_heads
         super().__init__(hidden_size=hidden_size, **options)
 

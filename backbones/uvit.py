@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from backbones.mixers.base import check_width
 from backbones.shells import Shell
 from tread_zoo.contract.backbone import Layout, Streams
 from tread_zoo.contract.layers import (
@@ -88,11 +89,8 @@ class UViT(Shell):
         width = hidden_size
         if depth % 2:
             raise ValueError(f"depth={depth} must be even: skips join the halves.")
-        if width % 2 or width % num_heads:
-            raise ValueError(
-                f"hidden_size={width} must be even (half the time token is cosines) and divisible "
-                f"by num_heads={num_heads}."
-            )
+        check_width(width, 2, "as half the time token is cosines")
+        check_width(width, num_heads, "num_heads")
         self.init_std, self.num_extra_tokens = init_std, 2 if self.num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
         self.positions = nn.Parameter(torch.empty(self.num_extra_tokens + self.num_tokens, width))

@@ -9,7 +9,7 @@ B batch, K tokens present, T tokens of a context, D width, H heads.
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from backbones.mixers.base import Mixer
+from backbones.mixers.base import Mixer, check_width
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import self_attention
 from tread_zoo.kernels import attention
@@ -25,10 +25,7 @@ class Attention(Mixer):
 
     def __init__(self, hidden_size: int, num_heads: PositiveInt = 6) -> None:
         super().__init__()
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}."
-            )
+        check_width(hidden_size, num_heads, "num_heads")
         self.num_heads = num_heads
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.proj = nn.Linear(hidden_size, hidden_size)

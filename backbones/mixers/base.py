@@ -56,6 +56,12 @@ class Mixer(nn.Module):
         return {"num_heads": num_heads} if "num_heads" in read_keywords(cls) else {}
 
 
+def check_width(hidden_size: int, multiple: int, what: str) -> None:
+    """Raise `ValueError` unless D is divisible by `multiple`; the error says `what` that is."""
+    if hidden_size % multiple:
+        raise ValueError(f"hidden_size={hidden_size} must be divisible by {multiple}, {what}.")
+
+
 def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
     """Return the keywords of a class's constructor by name, with their types. If it has **options,
     the base class's keywords follow, and so on up to `last`, whose **options remain."""

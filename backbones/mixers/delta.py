@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from backbones.mixers.base import check_width
 from backbones.mixers.scan import (
     ScanMixer,
     add_bias,
@@ -78,8 +79,7 @@ class BidirectionalDelta(ScanMixer):
         gaps: Gaps = "ignore",
         index: int = 0,
     ) -> None:
-        if hidden_size % num_heads:
-            raise ValueError(f"hidden_size={hidden_size} must be divisible by {num_heads=}.")
+        check_width(hidden_size, num_heads, "num_heads")
         super().__init__(scan_order=scan_order, gaps=gaps, index=index)
         self.num_heads, head_size = num_heads, hidden_size // num_heads
         self.per_channel = per_channel

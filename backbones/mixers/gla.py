@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from backbones.mixers.base import check_width
 from backbones.mixers.scan import (
     ScanMixer,
     at_least_float32,
@@ -62,11 +63,7 @@ class BidirectionalGLA(ScanMixer):
         gaps: Gaps = "ignore",
         **scan: Any,
     ) -> None:
-        if hidden_size % (2 * num_heads):
-            raise ValueError(
-                f"hidden_size={hidden_size} must be divisible by 2 * num_heads = {2 * num_heads}: "
-                "keys are half as wide."
-            )
+        check_width(hidden_size, 2 * num_heads, "2 * num_heads: keys are half as wide")
         super().__init__(gaps=gaps, **scan)
         keys = hidden_size // 2
         self.parts = [keys, keys, hidden_size, hidden_size]

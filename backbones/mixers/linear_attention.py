@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from backbones.mixers.base import Mixer
+from backbones.mixers.base import Mixer, check_width
 from backbones.mixers.rotary import Rotation, make_rotation
 from backbones.mixers.scan import at_least_float32
 from tread_zoo.contract.backbone import Layout
@@ -48,11 +48,9 @@ class LinearAttention(Mixer):
         rotary: bool = False,
     ) -> None:
         super().__init__()
-        if hidden_size % (num_heads * (4 if rotary else 1)):
-            raise ValueError(
-                f"hidden_size={hidden_size} must be divisible by num_heads={num_heads}, with "
-                "rotary positions by 4 * num_heads."
-            )
+        if rotary:
+            check_width(hidden_size, 4 * num_heads, "4 * num_heads, with rotary positions")
+        check_width(hidden_size, num_heads, "num_heads")
         self.num_heads, self.head_size = num_heads, hidden_size // num_heads
         self.rotary = rotary
         self.depends_on = ("order", "ids") if rotary else ()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backbones.mixers.base import check_width
 from backbones.mixers.scan import ScanMixer
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing.scans import Gaps, Scan, make_scan
@@ -115,10 +116,7 @@ class ShiftingMixer(ScanMixer):
     default_selector: ClassVar[str] = "blocks"
 
     def __init__(self, hidden_size: int, *, gaps: Gaps = "decay", **scan: Any) -> None:
-        if hidden_size % 4:
-            raise ValueError(
-                f"hidden_size={hidden_size} must be divisible by 4, the number of neighbours."
-            )
+        check_width(hidden_size, 4, "the number of neighbours")
         super().__init__(gaps=gaps, **scan)
         if self.depends_on == ("order",):
             self.depends_on = ("order", "ids")

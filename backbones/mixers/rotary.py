@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from backbones.mixers.base import Mixer
+from backbones.mixers.base import Mixer, check_width
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import rotary_2d, rotate
 from tread_zoo.kernels import attention
@@ -74,11 +74,7 @@ class RotaryAttention(Mixer):
         index: int = 0,
     ) -> None:
         super().__init__()
-        if hidden_size % (4 * num_heads):
-            raise ValueError(
-                f"hidden_size={hidden_size} must be divisible by 4 * num_heads = {4 * num_heads}: "
-                "rotary positions rotate pairs of channels by row and by column."
-            )
+        check_width(hidden_size, 4 * num_heads, "4 * num_heads: rows and columns rotate pairs")
         self.num_heads, self.head_size = num_heads, hidden_size // num_heads
         self.window = window
         self.value_size = hidden_size if value_residual else 0

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from backbones.mixers.base import check_width
 from backbones.mixers.q_shift import GridWalk, ShiftingMixer, shift_and_blend
 from backbones.mixers.scan import (
     add_bias,
@@ -71,8 +72,7 @@ class TimeMix(ShiftingMixer):
         **shift: Any,
     ) -> None:
         super().__init__(hidden_size, index=index, **shift)
-        if hidden_size % head_size:
-            raise ValueError(f"hidden_size={hidden_size} must be divisible by {head_size=}.")
+        check_width(hidden_size, head_size, "head_size")
         self.value_size, self.num_heads = hidden_size, hidden_size // head_size
 
         def low(rank: int, activation: nn.Module | None = None) -> nn.Sequential:
