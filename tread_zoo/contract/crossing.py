@@ -161,15 +161,15 @@ class Crossing:
         """Return the tokens that block `start` sees, and what to do after block `end - 1`."""
         raise NotImplementedError
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are tensors, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same crossing with its tensors on `device`."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in tensors.items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        moved = {name: v.to(device, non_blocking=True) for name, v in self.tensors().items()}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
 
 def check_crossings(crossings: Sequence[Crossing], num_blocks: int) -> list[Crossing]:

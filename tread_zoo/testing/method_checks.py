@@ -136,9 +136,9 @@ def check_draws_belong_to_images(probe: MethodProbe) -> None:
         assert len(whole) == len(halves[0]) == len(halves[1]), "ranks draw other crossings"
         for one, same, *parts in zip(whole, again, *halves, strict=True):
             assert _plain(one) == _plain(same) == _plain(parts[0]), "two equal draws differ"
-            for name, value in _tensors(one).items():
-                assert torch.equal(value, _tensors(same)[name]), "two equal draws differ"
-                both = torch.cat([_tensors(part)[name] for part in parts])
+            for name, value in one.tensors().items():
+                assert torch.equal(value, same.tensors()[name]), "two equal draws differ"
+                both = torch.cat([part.tensors()[name] for part in parts])
                 assert len(value) == 1 or torch.equal(value, both[: len(value)]), (
                     f"{name} of an image depends on the images beside it"
                 )
@@ -326,18 +326,13 @@ def _own(backbone: Backbone, crossings: Sequence[Crossing]) -> Sequence[Crossing
     return own if backbone.routing is None else backbone.routing.cross(own)
 
 
-def _tensors(crossing: Crossing) -> dict[str, Tensor]:
-    values = {f.name: getattr(crossing, f.name) for f in fields(crossing)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
 def _plain(crossing: Crossing) -> Any:
     return type(crossing), crossing.start, crossing.end
 
 
 def _shape(crossing: Crossing, skip: int = 0) -> Any:
     """Return a crossing's kind: class, range, and shapes of tensors without `skip` dimensions."""
-    shapes = {name: tuple(v.shape)[skip:] for name, v in _tensors(crossing).items()}
+    shapes = {name: tuple(v.shape)[skip:] for name, v in crossing.tensors().items()}
     return type(crossing).__name__, crossing.start, crossing.end, shapes
 
 

@@ -9,6 +9,7 @@ B batch, N tokens, K tokens that run, E extra tokens, D width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +68,7 @@ class Routers(nn.Module):
         default: the crossings of a call without routes.
     """
 
-    def __init__(self, width: int, default: Crossings) -> None:
+    def __init__(self, width: int, default: Sequence[Any]) -> None:
         super().__init__()
         self.default = default
         self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
@@ -78,14 +79,10 @@ class Routers(nn.Module):
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):
             raise ValueError("this network chooses tokens itself: routes are of its own method.")
-        routed = given or [each for each in self.default if isinstance(each, Weigh)]
-        return [
-            *(
-                replace(c, router=self.routers[str(c.start)])  # type: ignore[arg-type]
-                for c in routed
-            ),
-            *others,
+        own: list[Any] = [
+            replace(each, router=self.routers[str(each.start)]) for each in given or self.default
         ]
+        return own + others
 
 
 @dataclass(frozen=True)

@@ -57,36 +57,25 @@ def _before_patches(arguments: Arguments, tokens: Tensor) -> int:
     return tokens.shape[1] - arguments["hidden_states"][0, 0].numel() // 4  # patches of 2x2
 
 
-IMAGE = Family()  # text has its own stream, or is attended to
+IMAGE = (  # classes whose text has its own stream, or is attended to
+    "AllegroTransformer3DModel", "AuraFlowTransformer2DModel", "BriaTransformer2DModel",
+    "ChromaTransformer2DModel", "CogVideoXTransformer3DModel", "CogView3PlusTransformer2DModel",
+    "CogView4Transformer2DModel", "CosmosTransformer3DModel", "DiTTransformer2DModel",
+    "EasyAnimateTransformer3DModel", "Flux2Transformer2DModel", "FluxTransformer2DModel",
+    "LTXVideoTransformer3DModel", "MochiTransformer3DModel", "PRXTransformer2DModel",
+    "PixArtTransformer2DModel", "QwenImageTransformer2DModel", "SD3Transformer2DModel",
+    "SanaTransformer2DModel", "WanTransformer3DModel",
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    "AllegroTransformer3DModel": IMAGE,
-    "AuraFlowTransformer2DModel": IMAGE,
-    "BriaTransformer2DModel": IMAGE,
-    "ChromaTransformer2DModel": IMAGE,
-    "CogVideoXTransformer3DModel": IMAGE,
-    "CogView3PlusTransformer2DModel": IMAGE,
-    "CogView4Transformer2DModel": IMAGE,
-    "CosmosTransformer3DModel": IMAGE,
-    "DiTTransformer2DModel": IMAGE,
-    "EasyAnimateTransformer3DModel": IMAGE,
-    "Flux2Transformer2DModel": IMAGE,
-    "FluxTransformer2DModel": IMAGE,
+    **dict.fromkeys(IMAGE, Family()),
     "HiDreamImageTransformer2DModel": Family(image_first=True, crosses=False),
     "HunyuanDiT2DModel": Family(lists=("blocks",)),
     "HunyuanImageTransformer2DModel": Family(image_first=True),
     "HunyuanVideoTransformer3DModel": Family(image_first=True),
     "Krea2Transformer2DModel": Family(extra=_before_packed),
-    "LTXVideoTransformer3DModel": IMAGE,
     "Lumina2Transformer2DModel": Family(("layers",), ("noise_refiner",), offsets=_caption_lengths),
-    "MochiTransformer3DModel": IMAGE,
     "OmniGenTransformer2DModel": Family(extra=_before_patches),
-    "PRXTransformer2DModel": IMAGE,
-    "PixArtTransformer2DModel": IMAGE,
-    "QwenImageTransformer2DModel": IMAGE,
-    "SD3Transformer2DModel": IMAGE,
-    "SanaTransformer2DModel": IMAGE,
     "StableAudioDiTModel": Family(extra=_one, shared=True),
-    "WanTransformer3DModel": IMAGE,
     "ZImageTransformer2DModel": Family(("layers",), ("noise_refiner",), image_first=True),
 }
 REFUSED = {
