@@ -232,7 +232,7 @@ class Diffusers(Backbone):
             attention.add_q_proj, attention.norm_added_q = nn.Identity(), None
 
     def arguments(self, x: Tensor, t: Tensor, y: Tensor | None) -> dict[str, Any]:
-        """Return the keyword arguments of the class's forward, made from those of `forward`."""
+        """Return the keyword arguments of the class's own forward."""
         kind, batch, device = self.kind, len(x), x.device
         labels = torch.full((batch,), self.null_label, device=device) if y is None else y
         given: dict[str, Any] = {"hidden_states": x, "timestep": kind.time_scale * t}

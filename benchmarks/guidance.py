@@ -1,11 +1,10 @@
-"""What does a guidance cost? Time of a guided step of each kind, beside its FLOPs.
+"""What does guidance cost? The time of a guided sampling step, beside its FLOPs.
 
 python benchmarks/guidance.py
 python benchmarks/guidance.py mamba --guidances cfg '{name: sparse, weak_rate: 0.5}'
 
-One evaluation of the guided dx/dt at flow matching's t = 1, of a batch. Time and FLOPs are over
-those of the first kind; "time over FLOPs" is 1 where a cheaper weak prediction saves as much time
-as FLOPs.
+A step evaluates the guided dx/dt of a batch once, at flow matching's t = 1. Ratios compare with the
+first guidance. "time over FLOPs" is 1 where a cheaper weak prediction saves as much time as FLOPs.
 """
 
 from dataclasses import replace

@@ -3,11 +3,11 @@
 python benchmarks/loader.py --data '{name: image_folder, path: photos, image_size: 64}'
 python benchmarks/loader.py dit_s_4 --data '{name: latents, path: latents}' --workers 0 2 4
 
-A source has the options of the group data. Loading some batches and a training step (forward,
-backward, AdamW; dense, fixed input) take turns. `ratio` is the loader's speed over that of
-training: above 1 training waits for its first batch only. `cpu us` is this process's processor time
-per image, which other work on the machine changes little; workers' own is not in it. What was read
-before comes from memory: a cold disk or a network adds to the times.
+A source has the options of the group data. Each round loads some batches, and runs one training
+step (forward, backward, AdamW; dense, fixed input). `ratio` is the loader's speed over training's
+speed: above 1, training waits for its first batch only. `cpu us` is the processor time of the main
+process per image, without workers; other programs change it little. Files that were read before
+come from memory, so a cold disk or a network takes longer.
 """
 
 import argparse

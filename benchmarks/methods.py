@@ -1,12 +1,12 @@
-"""What does an option cost? Time of a whole training step with it, over a step without.
+"""What does an option cost? The time of a training step with the option, over one without it.
 
 python benchmarks/methods.py alignment=repa routing=maskdit 'objective=edm sampler=heun'
 python benchmarks/methods.py --base 'backbone=rwkv routing=none' routing=tread routing=random_ltd
 python benchmarks/methods.py --base backbone=kda_tiny kernels.kda=torch
 
-Each argument is a set of overrides of scripts/train.py, on top of those of --base. A step is all
-that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and the
-averaged weights. FLOPs are those of its loss; the mean over a schedule where there is one.
+Each argument is a set of overrides of scripts/train.py, added to the overrides of --base. A step is
+all that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and
+the averaged weights. FLOPs count the loss and its gradient, as a mean over all steps of the run.
 """
 
 import argparse

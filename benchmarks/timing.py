@@ -1,7 +1,7 @@
 """What the benchmarks share: a network from the command line, and steps that take turns.
 
-Steps that are compared take turns, so that a machine whose speed drifts slows all of them; medians,
-and medians of the ratios within a round, are reported.
+Every round runs each step once, so a machine that slows down slows all of them. Reports have the
+median time of each step, and the median over rounds of the ratio of two steps.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def take_turns(
 
 
 def report(seconds: list[dict[str, float]], flops: Mapping[str, float]) -> None:
-    """Print time and FLOPs of each step, and both over those of the first."""
+    """Print time and FLOPs of each step, and their ratios to the first step."""
     first = next(iter(flops))
     titles = ("step", "ms", "MFLOPs an image", f"FLOPs / {first}", f"time / {first}")
     print(f"{titles[0]:24} {titles[1]:>9} {titles[2]:>16} {titles[3]:>15} {titles[4]:>15}", end="")

@@ -1,11 +1,11 @@
-"""Finetune a transformer of diffusers, dense and routed in turn, all of it and by LoRA.
+"""Finetune a transformer of diffusers, dense and routed: all of its weights, and by LoRA.
 
 python examples/lora.py fashion_mnist.npz 40 8 3    (pip install diffusers peft)
 
-The numbers are seconds of training on half of the classes, seconds of finetuning to the others, and
-seeds. Printed are, at equal time, the steps, what a step saves for its backward pass, and the loss
-of the dense network on held-out images at fixed noise. On a CPU, seconds are those of the process,
-so other programs do not count.
+The numbers are seconds of training on half of the classes, seconds of finetuning on the others, and
+seeds. It prints, at equal time: the number of steps, the bytes that a step keeps for its backward
+pass, and the loss of the dense network on held-out images at fixed noise. On a CPU, seconds are
+processor time, so other programs do not count.
 """
 
 import copy

@@ -56,8 +56,9 @@ class RotaryAttention(Mixer):
         hidden_size: D.
         num_heads: H; D / H is divisible by 4.
         qk_norm: apply RMSNorm to queries and keys, per head.
-        value_residual: mix values with those of the first block, v_1: from the second block on they
-            are v + m (v_1 - v) with a learned m (arXiv 2410.17897; for diffusion 2512.12386).
+        value_residual: mix each block's values v with the first block's, v_1. From the second block
+            on, v + m (v_1 - v) replaces v; m is learned (arXiv 2410.17897; for diffusion
+            2512.12386).
         window: W, the side of a window in tokens; None: all tokens attend to all.
         index: index of the block; block 0 sets v_1.
     """

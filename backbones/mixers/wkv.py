@@ -32,8 +32,8 @@ class SpatialMix(ShiftingMixer):
 
     Args:
         hidden_size: D, divisible by 4.
-        shift: `scan_order`, `gaps` and `index`, see `ShiftingMixer`. With `decay` the WKV measures
-            distances along the full curve, else among the tokens present.
+        shift: `scan_order`, `gaps` and `index`, see `ShiftingMixer`. With `decay`, the WKV
+            counts missing tokens in distances; otherwise it counts only the tokens present.
     """
 
     def __init__(self, hidden_size: int, **shift: Any) -> None:

@@ -141,8 +141,11 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings in order of appearance. A label leaves out values that most settings
-    share, and options that no run with the same part has, such as those of another method."""
+    """Return the settings in order of appearance.
+
+    A label says only values that most settings do not share. It leaves out options that its parts
+    do not have, such as an option of another routing method.
+    """
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # comparable for any type
     others = [f for f in fields if f not in ("backbone", "routing")]
@@ -269,9 +272,11 @@ def is_distance(metric: str) -> bool:
 
 
 def at_chance(runs: pd.DataFrame, metric: str) -> bool:
-    """Return whether one of the runs has meaningless samples. Their label accuracy is at most three
-    standard deviations above chance or, if it was not measured, their distance `metric` is over ten
-    times that of real images."""
+    """Return whether one of the runs has meaningless samples.
+
+    Their label accuracy is at most three standard deviations above chance. If it was not measured,
+    their distance `metric` is over ten times the distance of real images.
+    """
     chance = 1 / runs.num_classes.clip(lower=1)
     drawn = runs.protocol.map(lambda protocol: (protocol or {}).get("num_generated", math.inf))
     read = runs.get("label_accuracy", pd.Series(math.nan, runs.index))

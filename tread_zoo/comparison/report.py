@@ -39,8 +39,9 @@ def write_report(
 
     Args:
         runs, curves: from `read_runs` and `read_curves`. A run with several rows was scored with
-            several guidances or samplers; its cost is then that of sampling.
-        out, title: folder; first line.
+            several guidances or samplers; its cost is then the cost of sampling.
+        out: the folder.
+        title: the first line.
         command: the command that made the runs, or "".
         metric: the score that decides; None: the first distance that all runs have.
         failed: reasons of failures by name, for the notes.

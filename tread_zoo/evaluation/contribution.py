@@ -42,7 +42,8 @@ def data_contributions(
     batch_size: int = 250,
     num_images: int = NUM_IMAGES,
 ) -> dict[str, Any]:
-    """Return the record of `contributions` on held-out images, or else on training images."""
+    """Return the record of `contributions` on held-out images; on training images if no images
+    were held out."""
     part = data.train if data.held_out is None else data.held_out
     images, labels = stack_part(part, num_images)
     device = next(backbone.parameters()).device

@@ -124,7 +124,7 @@ def evaluate_images(
 
 
 def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
-    """Return the held-out images if the reference is the training images, else None."""
+    """Return the held-out images; None unless the reference is the training images."""
     if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
     return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)

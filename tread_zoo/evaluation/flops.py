@@ -6,8 +6,8 @@ usual. Every operation is counted in its torch form, so that all machines agree.
 of activation checkpointing is counted.
 
 A step costs the weighted sum over the variants of its routing method, e.g. a route with weight p
-and no route with 1 - p. Each variant's FLOPs are those of one forward and backward pass or, if a
-loss is given, of everything that the loss of a step computes.
+and no route with 1 - p. A variant counts one forward and one backward pass or, if a loss is given,
+everything that the loss of a step computes.
 """
 
 import json
@@ -162,8 +162,8 @@ def _kind(crossing: Crossing) -> tuple[Any, ...]:
 
 
 def _structure(network: Backbone) -> tuple[Any, ...]:
-    """Return what a network's FLOPs depend on: its class, its options and those of a routing method
-    with weights, and all shapes, which show added layers."""
+    """Return what a network's FLOPs depend on: its class, its options, the options of a routing
+    method with weights, and all shapes, which show added layers."""
     shapes = tuple((name, tuple(p.shape)) for name, p in network.named_parameters())
     options = json.dumps([network.config, network.routing_config])
     return type(network), options, network.checkpoint_blocks, shapes

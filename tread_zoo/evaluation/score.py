@@ -3,9 +3,9 @@
     score(images, reference, ["fid", "kid"])         arrays, folders, .npz files, samplers
 
 Features are computed batch by batch. Statistics are summed; all features are kept only for metrics
-that compare images one by one. If torch.distributed is initialized, every rank must call this.
-Ranks take whole batches in turn, so features equal those of a single process to the bit. Rank 0 has
-the result.
+that compare images one by one. If torch.distributed is initialized, every rank must call this, and
+rank 0 has the result. Each batch is computed on one rank, so features do not depend on the number
+of ranks, to the bit.
 
 Dimensions: N images, B images in a batch, C channels, H height, W width, D features.
 """
@@ -58,9 +58,11 @@ class Reference:
 
 
 def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Reference:
-    """Return a reference: whatever `open_images` accepts, or an .npz with statistics of features,
-    named as in ADM's files: `mu`, `sigma`; `mu_s`, `sigma_s` for spatial ones. If a file has
-    both, distances use the statistics. Raises ValueError if it has neither."""
+    """Return a reference from anything that `open_images` accepts, or from an .npz with statistics.
+
+    Statistics have the names of ADM's files: `mu`, `sigma`, and `mu_s`, `sigma_s` for spatial
+    features. If a file has images, too, distances use the statistics. Raises ValueError if it has
+    neither."""
     if isinstance(reference, Reference):
         return reference
     path = Path(reference).expanduser() if isinstance(reference, str | Path) else Path()
@@ -121,7 +123,7 @@ class Evaluation:
         for name, other in shapes.items():
             if other is not None and tuple(shape) != other:
                 raise ValueError(
-                    f"the images [C,H,W] are {tuple(shape)}, but those of {name} are {other}: "
+                    f"the images [C,H,W] are {tuple(shape)}, but {name} has {other}: "
                     f"resize one of them, or set evaluation.extractor={INCEPTION}."
                 )
         compared, left_out = self._compared(extractor), dict[str, str]()

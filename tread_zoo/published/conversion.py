@@ -160,8 +160,8 @@ def _convert(
 
 
 def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
-    """Return the network on the meta device. Its name is that of the preset with these sizes, or
-    else of the smallest preset."""
+    """Return the network on the meta device. It is named after the preset with these sizes; if
+    there is none, after the smallest preset."""
     name = f"{form.backbone}_tiny"
     names = list_backbones(f"{form.backbone}_*")
     for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
@@ -242,8 +242,8 @@ def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[s
         yield f"Files of {', '.join(twins)} look alike; format={format} was not checked."
     if FORMATS[format].has_heads and num_heads is None:
         yield (
-            f"num_heads={backbone.config['num_heads']} is that of the published sizes; no tensor "
-            "shows it. Set num_heads=… if yours differs."
+            f"num_heads={backbone.config['num_heads']} is taken from the published sizes; no "
+            "tensor shows it. Set num_heads=… if yours differs."
         )
     if backbone.in_channels not in (1, 3):
         yield (

@@ -78,14 +78,14 @@ class CheckpointFormat:
 
     Args:
         project: owner/name on GitHub.
-        license: license of the weights, or else of the project, by its name on the Hub.
+        license: license of the weights, or of the project if they have none, as the Hub names it.
         backbone: our architecture.
         names: our layers and tensors -> theirs, see the module's docstring. Without an entry for
             `positions`, positions are fixed sines and cosines.
         marks: tensors that identify the format, in addition to the first and last layer.
         sizes: function from their tensors to keywords that only some constructors have.
-        tables: function from our network to those of their tensors, besides positions, that our
-            network computes instead of storing.
+        tables: function from our network to the tensors, besides positions, that their file
+            stores and our network computes.
         time_scale: their time divided by ours, which is of order 1.
         reversed_time: their time is 1 - ours.
         has_null_label: the label table ends with a row for the null label.

@@ -33,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="[PACKAGE:]NAME",
-        help="check this registered routing method on small backbones, or on those of --backbone; "
-        "repeatable",
+        help="check this registered routing method on small backbones, or on the backbones that "
+        "--backbone names; repeatable",
     )
     group.addoption(
         "--routing-override",
@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return (key, value) of `key=value`; the value is a Python literal, or else a string."""
+    """Return (key, value) of `key=value`; a value that is no Python literal is a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE, such as depth=4")
