@@ -241,6 +241,8 @@ class Method:
         Raises:
             ValueError: training with this method does not prepare the network for it.
         """
+        if type(self).route is Method.route:
+            raise TypeError(f"{type(self).__name__} needs a method `route` or `sample`.")
         raise ValueError(f"routing={self.name} is for training only.")
 
     def weak(self, stack: Stack) -> Crossings:

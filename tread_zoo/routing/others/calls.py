@@ -263,8 +263,8 @@ class Frame:
         others = visit.sequence.shape[1] - kept
         reorder = sequence(turn, kept, others, self._first(others))
 
-        def call(form: str, order: Tensor | None) -> dict[str, Any]:
-            return self._arguments(visit, form, None if order is None else turn)
+        def call(form: str, is_reordered: bool) -> dict[str, Any]:
+            return self._arguments(visit, form, turn if is_reordered else None)
 
         forms = ("shared",) if shared else ("broadcast", "plain")
         verdict = examine(visit.block, call, visit.key, reorder, forms)

@@ -46,7 +46,7 @@ def cycle(num_tokens: int, batch: int, device: torch.device, shared: bool) -> Te
 @torch.no_grad()
 def examine(
     block: nn.Module,
-    call: Callable[[str, Tensor | None], dict[str, Any]],
+    call: Callable[[str, bool], dict[str, Any]],
     key: str,
     reorder: Tensor,
     forms: tuple[str, ...],
@@ -55,7 +55,7 @@ def examine(
 
     Args:
         block: a block of the class.
-        call: (form, reordering of the image tokens or None) -> the block's arguments.
+        call: (form, whether to reorder the tokens) -> the block's arguments.
         key: name of the argument that has the tokens.
         reorder: int64 [B, L], the sequence in the new order.
         forms: forms to try.
@@ -70,11 +70,11 @@ def examine(
         inner.eval()
         for form in forms:
             try:
-                verdict = _compare(inner, call(form, None), call(form, reorder), key, reorder, form)
+                verdict = _compare(inner, call(form, False), call(form, True), key, reorder, form)
             except FAILURES as error:
                 reasons[form] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 continue
-            if verdict.error is None or verdict.error <= _limit(call(form, None)[key]):
+            if verdict.error is None or verdict.error <= _limit(call(form, False)[key]):
                 return verdict
             reasons[form] = f"reordered tokens change its update by {verdict.error:.1%}"
     finally:
