@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -34,8 +33,8 @@ def save_numbered(images: Tensor, numbers: Iterable[int], folder: Path) -> None:
 
 
 def save_grid(images: Tensor, path: Path, names: Sequence[str] = ()) -> None:
-    """Write a grid of `draw_grid` as a PNG. The file says, as its text `grid`, the numbers of rows
-    and columns and the height of the line above."""
+    """Write the picture of `draw_grid` as a PNG. Its metadata `grid` has the numbers of rows and
+    columns, and the height of the titles in pixels."""
     from PIL.PngImagePlugin import PngInfo
 
     picture, info = draw_grid(images, names), PngInfo()
@@ -45,11 +44,10 @@ def save_grid(images: Tensor, path: Path, names: Sequence[str] = ()) -> None:
 
 
 def draw_grid(images: Tensor, names: Sequence[str] = ()) -> "Image.Image":
-    """Return up to ten rows of images uint8 [N, C, H, W] as one picture, row by row; tiny images
-    are enlarged.
+    """Return up to ten rows of images uint8 [N, C, H, W] as one picture; tiny images are enlarged.
 
-    `names` has the class or prompt of each image. If at most ten different names take turns, each
-    column shows one and has its name above.
+    `names` has the class or prompt of each image. If at most ten names repeat in a fixed order,
+    each column shows one of them, with the name above it.
     """
     from torchvision.transforms.functional import to_pil_image
     from torchvision.utils import make_grid
@@ -87,14 +85,15 @@ def _with_titles(picture: "Image.Image", titles: Sequence[str]) -> "Image.Image"
     return taller
 
 
-def save_animation(pictures: Sequence[Path], path: Path) -> None:
-    """Write at most 20 evenly spaced pictures of one size as a GIF; the last is shown longer."""
+def save_animation(pictures: "Sequence[Path | Image.Image]", path: Path) -> None:
+    """Write at most 20 evenly spaced pictures, all of one size, as a GIF; the last is shown
+    longer. A path stands for the picture in that file."""
     from PIL import Image
 
     chosen = [pictures[-1 - i] for i in evenly_spaced(len(pictures), FRAMES)][::-1]
     frames = []
     for picture in chosen:
-        frame = Image.open(picture).convert("RGB")
+        frame = (Image.open(picture) if isinstance(picture, Path) else picture).convert("RGB")
         frame.thumbnail((_FRAME_SIDE, _FRAME_SIDE))
         frames.append(frame.quantize(32))
     first, *rest = frames
@@ -105,12 +104,8 @@ def save_animation(pictures: Sequence[Path], path: Path) -> None:
 
 def save_frames(frames: Sequence[Tensor], path: Path, names: Sequence[str] = ()) -> None:
     """Write a GIF whose frames are grids of images, uint8 [N, C, H, W] each; for `names` see
-    `save_grid`."""
-    with TemporaryDirectory() as folder:
-        pictures = [Path(folder) / f"{i:06d}.png" for i in range(len(frames))]
-        for frame, picture in zip(frames, pictures, strict=True):
-            save_grid(frame, picture, names[: len(frame)])
-        save_animation(pictures, path)
+    `draw_grid`."""
+    save_animation([draw_grid(frame, names[: len(frame)]) for frame in frames], path)
 
 
 def plot_losses(
