@@ -14,6 +14,7 @@ tread-zoo sample checkpoint=… prompt="a red fox" guidance.scale=4
 tread-zoo sample checkpoint=… "prompt=['a red fox', 'a blue fox']"
 tread-zoo sample checkpoint=… gif=true                      # how the images come out of the noise
 tread-zoo sample checkpoint=… contexts=prompts.npy
+tread-zoo sample checkpoint=… image_size=[32,64]            # another size than in training
 accelerate launch -m tread_zoo sample checkpoint=… num_images=50000   # the same images, by all GPUs
 
 Latents are decoded with the autoencoder of the data, or vae=path; without one, or with vae=none,
@@ -39,6 +40,7 @@ from tread_zoo.fields import OPTIONS, check
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tread_zoo.contract.backbone import Backbone
     from tread_zoo.data import Codec
     from tread_zoo.diffusion.conditions import Conditions
     from tread_zoo.evaluation.sample_folder import SampleFolder
@@ -64,6 +66,9 @@ class SampleConfig(CheckpointConfig):
         prompt: a text, or several; image i gets text i mod n. A run without guidance is then guided
             by `cfg`, if it was trained with label dropout.
         text_encoder: folder of the text encoder; null is the run's.
+        image_size: side of the images, or height and width, as in [32,64]; null is that of
+            training. Networks with learned positions have no other. Of latents that are not
+            decoded, it is the latents' size.
         contexts: .npy [n, T, S]; image i gets row i mod n. Null is those of held-out images.
         seed, batch_size: of the images.
         vae: folder of the autoencoder; null is the run's; none writes latents.
@@ -78,6 +83,7 @@ class SampleConfig(CheckpointConfig):
     label: NonNegativeInt | str | None = None
     prompt: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     text_encoder: str | None = None
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
     contexts: str | None = None
     seed: int = 0
     batch_size: PositiveInt = 64
@@ -117,6 +123,8 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
     weak = run.weak(sampling)
     codec, device = run.codec(config.vae), next(run.backbone.parameters()).device
     codec.prepare(device)
+    if config.image_size is not None:
+        run, weak = _at_image_size(run, weak, codec, config.image_size)
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
     indices = range(config.first_index, config.first_index + config.num_images)
     labels = _conditions(run, config).of(indices)
@@ -216,9 +224,39 @@ def _open_folder(
         made_with["contexts"] = hashlib.sha256(content).hexdigest()
     if config.prompt is not None:
         made_with["prompt"] = config.prompt
+    if config.image_size is not None:
+        made_with["input_size"] = list(run.backbone.input_size)
     facts = {"checkpoint": str(run.checkpoint.path), "backbone": run.backbone.name, **cost}
     out = config.out or run.run_dir / "generated" / folder_name(made_with)
     return SampleFolder(out, made_with, facts, overwrite=config.overwrite)
+
+
+def _at_image_size(
+    run: "Restored", weak: "Backbone | None", codec: "Codec", image_size: int | tuple[int, int]
+) -> "tuple[Restored, Backbone | None]":
+    """Return the run and the weak network for images of another size."""
+    import torch
+
+    from tread_zoo.factory import at_size
+
+    network, scale = run.backbone, 1
+    if codec.metadata and codec.has_pixels:  # latents: the decoder says how much smaller they are
+        blank = torch.zeros(1, network.in_channels, *network.input_size)
+        pixels = codec.to_pixels(blank, device=next(network.parameters()).device)
+        scale = pixels.shape[-1] // network.input_size[-1]
+    sides = (image_size, image_size) if isinstance(image_size, int) else image_size
+    step = scale * network.patch_size
+    if any(side % step for side in sides):
+        raise ValueError(
+            f"image_size={list(sides)}: height and width must be multiples of {step}, the pixels "
+            f"of one patch of {network.name}."
+        )
+    height, width = (side // scale for side in sides)
+    try:
+        run = replace(run, backbone=at_size(network, height, width))
+        return run, None if weak is None else at_size(weak, height, width)
+    except ValueError as error:
+        raise ValueError(f"image_size={list(sides)}: {error}") from error
 
 
 def _label(run: "Restored", label: int | str) -> int:

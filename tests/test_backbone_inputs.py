@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from tests.backbones.test_scan_mixers import randomized
 from tests.test_contract import SMALL
 from tests.testing.own_loops import Decays, DecaysByOwnLength
 from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Backbone, Layout
+from tread_zoo.factory import at_size
 from tread_zoo.routing import Select
 
 X, T, Y = torch.zeros(2, 1, 8, 8), torch.zeros(2), torch.tensor([0, 3])
@@ -47,6 +49,33 @@ def test_an_empty_batch_is_empty(name):
         assert network(X[:0], T[:0], Y[:0], routes=routes).shape == X[:0].shape
     with pytest.raises(ValueError, match=r"t has shape \[2\]; expected \[0\]"):
         network(X[:0], T, Y[:0])
+
+
+COMPUTED = {  # positions from the grid alone
+    "dit_tiny", "lightning_dit_tiny", "linear_dit_tiny", "gla_tiny", "gated_deltanet_tiny",
+    "kda_tiny", "rwkv7_tiny", "hybrid_tiny",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+@torch.no_grad()
+def test_weights_serve_another_size_where_none_belong_to_a_position(name):
+    network, x = randomized(built(name)).float().eval(), torch.randn(2, 1, 12, 8)
+    assert at_size(network, 8, 8) is network
+    if name not in COMPUTED:
+        for size in ((12, 8), (4, 16), (8, 4)):  # (4, 16) has as many tokens
+            with pytest.raises(ValueError, match=f"{name} has weights for each position"):
+                at_size(network, *size)
+        return
+    expected = built(name, input_size=(12, 8))
+    expected.load_state_dict(network.state_dict())
+    other = at_size(network, 12, 8)
+    assert not other.training
+    assert torch.equal(other(x, T, Y), expected(x, T, Y))
+    assert torch.equal(at_size(other, 8, 8)(x[:, :, :8], T, Y), network(x[:, :, :8], T, Y))
+    assert not torch.equal(other(x, T, Y)[:, :, :8], network(x[:, :, :8], T, Y))
+    with pytest.raises(ValueError, match="divisible"):
+        at_size(network, 9, 8)
 
 
 class BareEmbed(Decays):

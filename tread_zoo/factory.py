@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.registry import create, describe_part, get_entry
 from tread_zoo.routing import Method, Stack
@@ -76,3 +78,33 @@ def build_backbone(described: Mapping[str, Any]) -> Backbone:
     if "routing" in described:
         add_routing(backbone, create("routing", described["routing"]))
     return backbone
+
+
+def at_size(backbone: Backbone, height: int, width: int) -> Backbone:
+    """Return a network with the same weights for inputs of another size; the network itself for its
+    own size. What a position means is computed from the grid, so nothing is interpolated.
+
+    Raises:
+        ValueError: weights belong to single positions, such as learned ones; or the size is not
+            divisible by the patches.
+    """
+    if (height, width) == backbone.input_size:
+        return backbone
+    described, weights = describe_backbone(backbone), backbone.state_dict()
+    with torch.device("meta"):  # twice the size: another grid may have as many positions
+        larger = build_backbone(_with_size(described, *(2 * side for side in backbone.input_size)))
+    shapes = {name: tensor.shape for name, tensor in larger.state_dict().items()}
+    fixed = [name for name, tensor in weights.items() if tensor.shape != shapes[name]]
+    if fixed:
+        raise ValueError(
+            f"{backbone.name} has weights for each position of its {backbone.input_size[0]}x"
+            f"{backbone.input_size[1]} input ({', '.join(fixed)}), so it has no other size. dit, "
+            "sit, lightning_dit, linear_dit, gla, gated_deltanet, kda, rwkv7 and hybrid have any."
+        )
+    other = build_backbone(_with_size(described, height, width)).to(next(backbone.parameters()))
+    other.load_state_dict(weights)
+    return other.train(backbone.training)
+
+
+def _with_size(described: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
+    return {**described, "config": {**described["config"], "input_size": [height, width]}}

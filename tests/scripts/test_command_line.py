@@ -263,6 +263,19 @@ def test_every_script_is_a_command_and_a_wrong_one_is_told_the_nearest(tmp_path)
     assert "'train'" in wrong.stderr
 
 
+def test_samples_of_another_size_or_why_not(trained, tmp_path):
+    given = [f"checkpoint={trained[0] / RUN}", "num_images=3", "device=cpu"]
+    for name, more in (("own", []), ("same", ["image_size=8"]), ("wide", ["image_size=[6,12]"])):
+        call("sample.py", *given, f"out={name}", *more, cwd=tmp_path)
+    own, same, wide = (
+        np.load(tmp_path / name / "samples.npz")["arr_0"] for name in ("own", "same", "wide")
+    )
+    assert np.array_equal(own, same)
+    assert wide.shape == (3, 6, 12, 1)
+    said = call("sample.py", *given, "image_size=7", cwd=tmp_path, expect=1)
+    assert "image_size=[7, 7]: height and width must be multiples of 2" in said
+
+
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such pipes")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--help"], ["list"]])

@@ -118,3 +118,18 @@ def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     assert np.load(tmp_path / "again" / "samples.npz")["arr_0"].shape == first.shape == (3, 8, 8, 3)
     longer = (f"data.vae={moved}", "training.num_steps=7", "resume=latest")
     assert find_checkpoint(train_small(folder, *given_data, *longer)).step == 7
+
+
+@pytest.mark.slow
+def test_decoded_samples_of_another_size_than_in_training(run, tmp_path):
+    vaes = save_vaes(tmp_path, "AutoencoderKL")  # which halves a picture's sides
+    config = EncodingConfig(vae="", out="", batch_size=200)
+    encode(create("data", "digits"), load_vae(vaes["AutoencoderKL"]), tmp_path / "set", config)
+    given = ["backbone=dit", "data=latents", f"data.path={tmp_path / 'set'}"]
+    folder = run("run", *given, "evaluation.metrics=[]")
+    given = [f"checkpoint={folder}", "num_images=2"]
+    call("sample.py", *given, "image_size=[16,8]", f"out={tmp_path / 'tall'}")
+    assert np.load(tmp_path / "tall" / "samples.npz")["arr_0"].shape == (2, 16, 8, 3)
+    call("sample.py", *given, "image_size=[8,4]", "vae=none", f"out={tmp_path / 'stored'}")
+    assert np.load(tmp_path / "stored" / "latents.npz")["arr_0"].shape == (2, 2, 8, 4)
+    assert "multiples of 4" in call("sample.py", *given, "image_size=10", expect=1)
