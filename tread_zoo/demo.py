@@ -1,6 +1,5 @@
 """The page of tread-zoo demo: pictures come out of the noise, and what routing keeps."""
 
-import io
 import os
 import queue
 import threading
@@ -16,7 +15,8 @@ from tread_zoo.data import Codec
 from tread_zoo.data.text import TextEncoder
 from tread_zoo.diffusion import default_labels, generate
 from tread_zoo.diffusion.conditions import conditions_of, contexts_of
-from tread_zoo.evaluation.pictures import draw_grid
+from tread_zoo.evaluation.contribution import own_contributions
+from tread_zoo.evaluation.pictures import draw_grid, draw_loss_rises, to_picture
 from tread_zoo.registry import available, create
 from tread_zoo.routing import ORDERS, Stack, num_kept_tokens, scan_order
 from tread_zoo.runs.restore import Restored
@@ -60,8 +60,8 @@ def build_page(run: Restored, codec: Codec, text_encoder: str | None = None) -> 
         with gr.Tab("Routing"), gr.Row():
             with gr.Column():
                 gr.Markdown(HOW_ROUTES + run.routing.describe(Stack.of(run.backbone)))
-                drawn = {name: create("selector", name) for name in available("selector")}
-                names = [name for name, one in drawn.items() if not hasattr(one, "score")]
+                every = available("selector")
+                names = [n for n in every if not hasattr(create("selector", n), "score")]
                 choices = [
                     gr.Dropdown(names, label="selector", value="random"),
                     gr.Slider(0, 0.9, 0.5, step=0.05, label="selection rate: what bypasses"),
@@ -69,12 +69,16 @@ def build_page(run: Restored, codec: Codec, text_encoder: str | None = None) -> 
                     gr.Slider(4, 32, 16, step=1, label="side of the grid"),
                     gr.Number(0, precision=0, label="image"),
                 ]
-            kept = gr.Image(label="tokens", scale=2, format="png")
+                measure = gr.Button("measure what each block is worth")
+            with gr.Column(scale=2):
+                kept = gr.Image(label="tokens", format="png")
+                worth = gr.Image(label="without a block, on images of its own", format="png")
         drawing = partial(draw, run, codec, encoder)
         events = [button.click, page.load]
         gr.on(events, drawing, [condition, *rest], shown, api_name="draw")
         events = [*(choice.change for choice in choices), page.load]
         gr.on(events, draw_route, choices, kept, api_name="route")
+        measure.click(partial(draw_worth, run), [], worth, api_name="blocks")
     return page
 
 
@@ -135,5 +139,11 @@ def draw_route(selector: str, rate: float, order: str, side: int, image: int) ->
     axes.imshow(present.view(grid), cmap="Blues", vmin=-0.2, vmax=1.2)
     axes.add_collection(LineCollection([*pairwise(points)], colors=colours))
     axes.set(xticks=[], yticks=[], title=f"{len(ids)} of {side * side} tokens")
-    figure.savefig(stream := io.BytesIO(), dpi=100)
-    return Image.open(stream).convert("RGB")
+    return to_picture(figure)
+
+
+def draw_worth(run: Restored) -> Image.Image:
+    """Return a picture of how much the loss rises without each block."""
+    sampling = run.sampling({}, {})
+    record = own_contributions(run.backbone, run.objective, sampling, precision=run.precision)
+    return draw_loss_rises(record)

@@ -11,12 +11,15 @@ from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.crossing import plain_condition
 from tread_zoo.evaluation.contribution import (
     contributions,
+    data_contributions,
     describe_contributions,
+    own_contributions,
     ranges_of,
 )
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.routing.method import leave_out
 from tread_zoo.routing.methods.none import NO_ROUTING
+from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_generator, per_image_generator
 from tread_zoo.testing import Probe
 
@@ -120,3 +123,23 @@ def test_a_score_has_them(tmp_path):
     assert "blocks 0 … 1 change the output by" in "\n".join(describe_record(record))
     again = tiny.score(metrics=[], extractor="auto", block_ranges=[[0, 2]])
     assert again["contributions"] == record["contributions"]
+
+
+def test_on_images_of_its_own_a_network_s_blocks_rank_as_on_real_ones():
+    run = restore("dit", weights="ema", device="cpu", precision="fp32")
+    sampling = run.sampling({"num_steps": 10}, {})
+    own = own_contributions(run.backbone, run.objective, sampling, precision="fp32")
+    ranges = [(start, end) for start, end, _ in own["ranges"]]
+    assert ranges == [*ranges_of(run.backbone, run.routing)]
+    real = data_contributions(
+        run.backbone, run.objective, run.data({}), ranges=ranges, precision="fp32", num_images=16
+    )
+    count = run.backbone.num_blocks
+    most = [
+        {index for index in range(count) if record["loss_rises"][index] > 0.02}
+        for record in (own, real)
+    ]
+    assert most[0] == most[1]
+    assert 2 < len(most[0]) < count
+    rise = own["loss_rises"][count]
+    assert abs(rise - real["loss_rises"][count]) < 0.05

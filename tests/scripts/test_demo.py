@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tread_zoo.demo import EACH, build_page, draw, draw_route
+from tread_zoo.demo import EACH, build_page, draw, draw_route, draw_worth
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.pictures import draw_grid
 from tread_zoo.registry import available
@@ -63,5 +63,7 @@ def test_the_page_draws_and_sends_nothing_elsewhere(run, monkeypatch):
         file = client.predict("rows", 0.5, "hilbert", 8, 0, api_name="/route")
         with Image.open(file) as shown:
             assert shown.size == (600, 600)
+        with Image.open(client.predict(api_name="/blocks")) as shown:
+            assert np.array_equal(np.asarray(shown.convert("RGB")), np.asarray(draw_worth(run)))
     finally:
         page.close()

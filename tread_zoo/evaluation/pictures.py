@@ -1,8 +1,9 @@
 """Pictures to look at: grids of samples, their animation, curves of losses."""
 
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from tread_zoo.data.files import atomic_file
 from tread_zoo.data.split import evenly_spaced
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from PIL import Image
 
 _SMALLEST_SIDE = 64  # tiny images are enlarged to about this on a grid
@@ -136,3 +138,32 @@ def plot_losses(
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+def draw_loss_rises(record: Mapping[str, Any]) -> "Image.Image":
+    """Return a picture of how much the loss rises without each block, in percent, from a record of
+    `tread_zoo.evaluation.contribution`; ranges of blocks are shaded."""
+    from matplotlib.figure import Figure
+
+    count, rises = len(record["blocks"]), [100 * rise for rise in record["loss_rises"]]
+    axes = (figure := Figure(figsize=(6, 3.5), layout="constrained")).subplots()
+    bars = axes.bar(range(count), rises[:count], color="tab:blue")
+    texts = [f"{rise:.0f}" if abs(rise) >= 9.5 else f"{rise:.2g}" for rise in rises[:count]]
+    axes.bar_label(bars, texts, fontsize=8, padding=2)
+    title = f"loss on {record['num_images']} pictures without each block"
+    for (start, end, _), rise in zip(record["ranges"], rises[count:], strict=True):
+        axes.axvspan(start - 0.5, end - 0.5, color="tab:orange", alpha=0.15)
+        title += f"\nwithout all of {start} … {end - 1}, the routed ones: {rise:+.2g} %"
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="block", ylabel="rise, %", xticks=range(count))
+    axes.set_yscale("symlog", linthresh=1)
+    axes.margins(y=0.1)
+    return to_picture(figure)
+
+
+def to_picture(figure: "Figure") -> "Image.Image":
+    """Return a figure of matplotlib as a picture."""
+    from PIL import Image
+
+    figure.savefig(stream := io.BytesIO(), dpi=100)
+    return Image.open(stream).convert("RGB")
