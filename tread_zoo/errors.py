@@ -100,8 +100,8 @@ def unknown_field(
         group: dotted; "" at the top.
         field: the name that was given.
         known: the group's fields.
-        tree: all groups with their fields, as nested mappings, for a field of another group or a usual
-            option there.
+        tree: all groups with their fields, as nested mappings, for a field of another group or a
+            usual option there.
     """
     names, prefix = sorted(known), f"{group}." if group else ""
     paths = [prefix + name for name in names]
