@@ -1,1 +1,1 @@
-"""A regular package: one that a dependency installs under this name would hide a folder."""
+"""The tests, as a regular package: a dependency's package `tests` would hide a plain folder."""

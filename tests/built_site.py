@@ -44,7 +44,7 @@ class Page(HTMLParser):
 
 
 def is_whole(signature):
-    """Return whether Python can read a signature that has all its defaults and fits its place."""
+    """Return whether Python can parse a signature with all its defaults."""
     name, bracket, rest = signature.strip().partition("(")
     function = bracket and name.replace(".", "").isidentifier()
     try:

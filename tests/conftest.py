@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
-    """Let tests that run pytest do so in one process, but not this run's own workers."""
+    """Make pytest started by tests use one process, but not the workers of this run."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
         os.environ["PYTEST_ADDOPTS"] = "-n 0"
 

@@ -1,4 +1,4 @@
-"""The crossings of one step, for tests that need some."""
+"""Crossings of one step, for tests that need routes."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from tread_zoo.seeding import make_image_generator
 
 
 def draw(network, part="tread", *, batch=1, index=0, num_steps=1, seed=0, keep=None, **options):
-    """Return what a routing method draws for a network."""
+    """Return the crossings that a routing method chooses for a network."""
     images = make_image_generator("route", seed, index, images=range(batch))
     stack = replace(Stack.of(network), keep=keep)
     return create("routing", part, **options).draw(stack, images, Step(index, num_steps, seed))

@@ -77,7 +77,7 @@ def full_settings(*overrides):
 
 
 def ours(kind):
-    """Return the names of a kind that the project registers, without those of other tests."""
+    """Return the names of a kind that the project registers, without names from other tests."""
     names = available(kind)
     return [n for n in names if get_entry(kind, n).target.__module__.startswith("tread_zoo")]
 

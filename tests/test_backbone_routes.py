@@ -1,4 +1,5 @@
-"""The loop that routes beside a loop over whole streams, in float64, outputs and all gradients."""
+"""The loop that routes, compared with a loop over whole streams: float64, outputs and all
+gradients."""
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def whole_streams(backbone, inputs, routes):
 
 
 def absents(fusions, streams):
-    """Return what the map gets for a token that did not run, of each stream."""
+    """Return the input of the map for a token that did not run, per stream."""
     if fusions.kind == "token":
         return [getattr(fusions, f"token_{i}") for i in range(len(streams))]
     return [torch.zeros((), dtype=s.dtype) for s in streams]

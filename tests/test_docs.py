@@ -1,5 +1,5 @@
-"""The Python of the pages and the notebooks runs, a study's tables are of its records, and the
-built site has nothing that a reader stumbles over."""
+"""The Python code of pages and notebooks runs, a study's tables agree with its records, and the
+built site has no faults that a reader would stumble over."""
 
 import os
 import re

@@ -35,7 +35,7 @@ def own_registry(monkeypatch):
 
 
 def guides(first_line):
-    """Return what the code of the guide defines that starts so."""
+    """Return the names that the guide's code with this beginning defines."""
     (code,) = re.findall(rf"```python\n({first_line}.*?)```", GUIDE.read_text(), re.S)
     names = {"__name__": "guide"}
     exec("import torch\nfrom torch import nn\n" + code, names)

@@ -1,4 +1,4 @@
-"""Classes of diffusers as backbones: the contract, their own outputs, training and its ends."""
+"""Classes of diffusers as backbones: the contract, equal outputs, training, saving and errors."""
 
 import json
 import sys
@@ -38,7 +38,8 @@ FEW = [pytest.param(c, marks=() if c.startswith("SD3") else pytest.mark.nightly)
 
 
 def probe_of(cls):
-    """Return a probe of a class; DiT's is square, for its own code joins patches as a square."""
+    """Return a probe of a class. DiT's images are square, because its code joins patches to a
+    square."""
     size = (8, 8) if cls.startswith("DiT") else (8, 12)
     return Probe("diffusers", size, overrides={"cls": cls, "config": CONFIGS[cls]})
 

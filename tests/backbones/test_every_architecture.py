@@ -1,4 +1,4 @@
-"""What every architecture promises beside the conformance kit."""
+"""What every architecture promises besides the conformance kit."""
 
 import inspect
 import itertools

@@ -1,4 +1,5 @@
-"""What layers start as: weights.json holds the bits of one seed, this table the distributions."""
+"""The initial weights of layers: weights.json has the values of one seed, this table the
+distributions."""
 
 import pytest
 import torch

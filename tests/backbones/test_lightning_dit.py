@@ -23,7 +23,7 @@ def mixed_by(attention, x, layout, *first_value):
 
 
 def kept(rows, cols):
-    """Return ids [1, K] of places on the grid."""
+    """Return the ids [1, K] of positions on the grid."""
     return (torch.tensor(rows) * GRID[1] + torch.tensor(cols))[None]
 
 
@@ -50,7 +50,8 @@ def test_attention_equals_the_formula():
 
 
 def attended_by_loop(attention, x, layout, size):
-    """Attention one token at a time, over those of its window of `size` and the extra ones."""
+    """Attention one token at a time, over the extra tokens and the tokens in its window of
+    `size`."""
     rotation, (rows, cols) = attention.prepare(layout), layout.rows_cols()
     q, k, v = attention.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
     q, k = (

@@ -24,12 +24,12 @@ def make_ids(batch=2, kept=QUARTER, seed=0, num_tokens=NUM_TOKENS):
 
 
 def walk_of(layout):
-    """Return what the mixes take of a layout."""
+    """Return the part of a layout that the mixers use."""
     return SpatialMix(8).prepare(layout)
 
 
 def shift_on_the_grid(x, ids=None):
-    """Scatter into zeros, shift on the grid, gather: what `q_shift` does with a table instead."""
+    """Scatter into zeros, shift on the grid, gather; `q_shift` uses a table instead."""
     batch, _, width = x.shape
     height, columns = GRID
     full = x

@@ -1,4 +1,4 @@
-"""Every mixer that scans beside its formulas, written out one direction and one step at a time."""
+"""Every scanning mixer against its formulas, written out one direction and one step at a time."""
 
 from operator import itemgetter
 
@@ -29,8 +29,9 @@ def randomized(module):
 
 
 def walks_of(ids, name, index, num_extra, num_context, grid=GRID):
-    """Return, for each sample, (token, place along the full curve) in the order of the walk, and of
-    the walk backwards. A context, the first of the extra tokens, is a step ahead of either."""
+    """Return, for each sample, (token, position along the full curve) in the order of the walk,
+    and the same for the backward walk. A context, the first extra token, is one step before
+    both."""
     rank = inverse(scan_order(name, grid, index))
     ahead = [(i, i - num_extra) for i in range(num_context, num_extra)]
     walks = []
@@ -46,7 +47,7 @@ def walks_of(ids, name, index, num_extra, num_context, grid=GRID):
 
 
 def steps_of(mixer, walks):
-    """Return (direction, sample, the walk so far, the length of the step before) of every step."""
+    """Return (direction, sample, walk so far, length of the previous step) for every step."""
     for b, paths in enumerate(walks):
         for way, path in enumerate(paths[: getattr(mixer, "ways", 2)]):
             for step, (_, place) in enumerate(path):

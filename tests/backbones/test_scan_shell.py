@@ -16,7 +16,7 @@ SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10, "hidden_size": 8,
 
 @pytest.fixture(scope="module")
 def guide():
-    """Return what the guide's code defines."""
+    """Return the names that the guide's code defines."""
     (code,) = re.findall(r"```python\n(from backbones.mixers.scan.*?)```", GUIDE.read_text(), re.S)
     names = {"__name__": "guide"}
     exec(IMPORTS + code, names)

@@ -42,8 +42,8 @@ def block_by_formula(block, x, skip):
 def run_by_formula(backbone, inputs, routes):
     """The routed stack [B, E + N, D], written out from what routing means.
 
-    Every token has a value at all times. A block renews the values of the tokens that it sees; the
-    skip it makes is what all tokens are worth then, whichever of them it saw.
+    Every token always has a value. A block updates the values of the tokens that it sees. Its skip
+    holds the values of all tokens at that time, also of tokens that it did not see.
     """
     done = []
     for b, tokens in enumerate(backbone.embed(*inputs)[0][0]):

@@ -1,8 +1,8 @@
 """Every registered size keeps its parameters' names and shapes, its weights and its outputs.
 
 `python -m tests.backbones.test_weights` measures them again and writes weights.json beside this
-file; with names behind it, those sizes alone. Processors round otherwise, so weights and outputs
-are compared by two sums, within 1e-6 and 1e-5 of their norm.
+file; with names behind it, those sizes alone. Other processors round differently, so weights
+and outputs are compared by two sums, within 1e-6 and 1e-5 of their norm.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def digest(text):
 
 
 def sums(*tensors):
-    """Return the norm of all values, and their sum by weights that differ from place to place."""
+    """Return the norm of all values, and a weighted sum whose weights differ by position."""
     values = torch.cat([tensor.detach().flatten() for tensor in tensors]).double()
     places = torch.arange(len(values), dtype=torch.float64)
     return [float(f"{value:.9g}") for value in (values.norm(), values @ places.cos())]

@@ -1,4 +1,4 @@
-"""Folders of runs, written from numbers that are known."""
+"""Folders of runs, written from known numbers."""
 
 import json
 
@@ -31,10 +31,10 @@ def write_run(
     """Write a run whose held-out loss falls like 1 / step to `final`, and return its folder.
 
     Args:
-        values: further scores at the end; on the way they change as the loss does.
-        worth: of each block, and of the range [1, 3) the last.
-        protocol, held_out: entries in place of the common ones.
-        settings: groups in place of the defaults.
+        values: further scores at the end; before, they change in proportion to the loss.
+        worth: the contribution of each block, and last that of the range [1, 3).
+        protocol, held_out: entries that replace the common ones.
+        settings: groups that replace the defaults.
     """
     (folder / "samples").mkdir(parents=True)
     training = {"num_steps": steps, "log_every": every, **settings.pop("training", {})}

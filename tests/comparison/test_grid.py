@@ -1,4 +1,4 @@
-"""A grid is every combination once, each a process, taken up where it stopped."""
+"""A grid runs every combination once, each in a process, and resumes where it stopped."""
 
 import io
 import multiprocessing
@@ -16,7 +16,7 @@ SCORE = '{"values": {"fid": 2.5}}'
 
 
 def cell(tmp_path, name, code):
-    """Return a cell that runs Python code; `result` in it is the path of the result."""
+    """Return a cell that runs Python code, in which `result` is the path of the result."""
     result = tmp_path / f"{name}.json"
     head = f"import pathlib, sys\nresult = pathlib.Path({str(result)!r})\n"
     command = (sys.executable, "-c", head + code)

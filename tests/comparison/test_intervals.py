@@ -1,4 +1,4 @@
-"""Intervals are scipy's, and a verdict is right as often as it says: planted effects and nulls."""
+"""Intervals equal scipy's, and verdicts are right as often as stated: planted effects and nulls."""
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,8 @@ def test_a_verdict_is_what_the_interval_leaves_out(values, better, verdict):
 
 
 def planted(effect, seeds=3, draws=4, trials=1000):
-    """Return how often each verdict is given of two arms whose trainings spread by 0.1."""
+    """Return how often each verdict is given for two arms whose scores have standard deviation
+    0.1."""
     generator = np.random.default_rng(0)
     index = pd.MultiIndex.from_product([range(seeds), range(draws)])
     verdicts = []

@@ -29,8 +29,8 @@ def write_fashion_mnist(folder):
 
 
 def write_cifar10(folder, monkeypatch):
-    """Write five files of 4 images and one of 2, as torchvision unpacks them, and have it know
-    their MD5; return all images [22, 3, 32, 32] and labels."""
+    """Write five files of 4 images and one of 2, as torchvision unpacks them, and register their
+    MD5 sums; return all images [22, 3, 32, 32] and labels."""
     rng, files = np.random.default_rng(0), {}
     images = rng.integers(0, 256, (22, 3072), np.uint8)
     labels = rng.integers(0, 10, 22).tolist()

@@ -26,13 +26,13 @@ def made_contexts(count, seed=0):
 
 
 def filled(array, length=SHAPE[0]):
-    """Return what an item must have: float32 [T, S], zeros below."""
+    """Return a context as an item must have it: float32 [T, S], padded with zeros."""
     rest = torch.zeros(length - len(array), array.shape[1])
     return torch.cat([torch.from_numpy(array), rest])
 
 
 class Trap:
-    """Unpickled, it would make a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -54,7 +54,7 @@ def png(pixels):
 
 
 def flat(value, size=(8, 8)):
-    """Return the pixels of a picture of one value, by which it is known again."""
+    """Return the pixels of a picture with one value everywhere, which identifies it."""
     return np.full((*size, 3), value, np.uint8)
 
 
@@ -118,7 +118,8 @@ def with_contexts(num_train=24, num_held_out=6):
 
 
 class Stub:
-    """An autoencoder with a posterior: the mean of 2x2 pixels, and that less 2 as its logvar."""
+    """An autoencoder whose posterior has the mean of 2x2 pixels, and as logvar that mean minus
+    2."""
 
     name, kind, sha256, latent_channels = "stub/vae", "AutoencoderKL", "5" * 64, 3
     has_posterior = True
@@ -140,7 +141,7 @@ class Stub:
 
 
 def write_latents(folder, data=None, **options):
-    """Encode `data` by the stub: [3,4,4] a picture of 8x8; return the folder."""
+    """Encode `data` with the stub, [3,4,4] for a picture of 8x8; return the folder."""
     config = EncodingConfig(
         vae="", out="", **{"content": "mode", "batch_size": 4, "part_size": 10, **options}
     )

@@ -19,7 +19,7 @@ PART = 10
 
 
 def write_bucket(folder, parts=8):
-    """Write a table of latents, of which each has its number, and return the folder's address."""
+    """Write a table of latents that contain their own numbers; return the folder's address."""
     values = torch.arange(PART * parts).view(-1, 1, 1, 1, 1).expand(-1, 1, 2, 4, 4).float()
     batches = zip(values.split(PART), (torch.arange(len(values)) % 4).split(PART), strict=True)
     write_table(folder, batches, content="samples")

@@ -40,7 +40,7 @@ def write_folder(root, arrays, suffix="context.npy"):
 
 
 def by_value(*parts):
-    """Return context by picture, whose pixels tell which it is."""
+    """Return contexts by picture; the pixels of a picture identify it."""
     return dict(
         zip(values_of(*parts), (p[i][1] for p in parts for i in range(len(p))), strict=True)
     )

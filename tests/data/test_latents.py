@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _stub(monkeypatch):
-    """Let the stub stand for the autoencoder of its name."""
+    """Load the stub when an autoencoder of its name is asked for."""
     place = "tread_zoo.data.latents.load_vae"
     monkeypatch.setattr(place, lambda name: Stub() if name == Stub.name else load_vae(name))
 
@@ -195,7 +195,7 @@ def test_autoencoders_of_diffusers_from_encoding_to_pixels(tmp_path, kind):
 
 
 class AutoencoderRAE(torch.nn.Module):
-    """As diffusers' one: takes and gives images in 0 … 1, and scales latents itself."""
+    """Like diffusers' class of this name: images are in 0 … 1, and it scales latents itself."""
 
     config = SimpleNamespace(encoder_hidden_size=3, scaling_factor=0.5)
 

@@ -1,4 +1,4 @@
-"""The loader: corrupt items, workers that live, fall silent or die, and reads that are counted."""
+"""The loader: corrupt items, workers that hang or die, and the number of reads."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tread_zoo.data.loader import MAX_TRIES
 
 
 class Watched(Dataset):
-    """30 items of value and label i; reads are noted in a file, some items are corrupt."""
+    """Thirty items of value and label i. Reads are recorded in a file; some items are corrupt."""
 
     def __init__(self, folder, corrupt=(), doing=lambda index: None):
         self.log, self.corrupt, self.doing = folder / "reads", set(corrupt), doing

@@ -2,7 +2,7 @@
 
 With data ~ N(mean, std^2) in every pixel and x = a y + b n (EDM, DDPM: a = 1, b = sigma; flow:
 a = 1 - t, b = t), x has variance a^2 std^2 + b^2, and an ODE path keeps its z-score: (x - a mean) /
-that root. Everything here is derived from that, in other words than the code under test.
+that root. Everything here follows from that, independently of the code under test.
 """
 
 from collections.abc import Callable
@@ -90,5 +90,5 @@ def problem(request: pytest.FixtureRequest) -> GaussianProblem:
 
 @pytest.fixture
 def gaussian() -> Callable[[str], GaussianProblem]:
-    """Return the problem of an objective by its name, for what fits only one."""
+    """Return a function from an objective's name to its Gaussian problem."""
     return _problem

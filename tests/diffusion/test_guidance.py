@@ -43,7 +43,7 @@ LEVEL = torch.tensor([0.3, 0.3])
 
 
 class Spy:
-    """A linear backbone: x times the gain of its label and routes, plus t. It notes its calls."""
+    """A linear backbone: x times the gain of its label and routes, plus t. It records its calls."""
 
     num_classes, context_length, context_size = NULL, 0, 0
     in_channels, input_size, grid, num_blocks = 5, (4, 4), (4, 4), 12

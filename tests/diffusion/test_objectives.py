@@ -1,5 +1,5 @@
-"""What every objective promises, and how wrong options of objective, sampler and guidance are
-told."""
+"""What every objective promises, and the errors for wrong options of objective, sampler and
+guidance."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""FLOPs of the backbones by hand, from the published formulas of their layers: no line of theirs.
+"""FLOPs of the backbones by hand, from the published formulas of their layers, without their code.
 
 A product [n, a] x [a, b] is n a b multiply-adds of 2 FLOPs, and its backward pass has two products
 of the same size, one for each factor; a factor that needs no gradient, pixels and sinusoids, saves
@@ -17,7 +17,8 @@ from math import ceil
 
 @dataclass
 class Cost:
-    """Of one image: products, those whose input needs no gradient, and the scans."""
+    """The FLOPs of one image: all products, the products whose input needs no gradient, and the
+    scans."""
 
     products: int = 0
     first: int = 0
@@ -52,7 +53,7 @@ class Cost:
 
 
 def tokens_by_block(num_blocks, num_tokens, routes):
-    """Return n of each block; routes are (start, end, kept)."""
+    """Return n for each block; routes are (start, end, kept)."""
     counts = [num_tokens] * num_blocks
     for start, end, kept in routes:
         counts[start:end] = [kept] * (end - start)

@@ -32,7 +32,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples(tiny):
-    """What the evaluation draws, drawn in one go."""
+    """The samples of the evaluation, made in a single batch."""
     x = generate(
         tiny.backbone, tiny.objective, tiny.sampling, indices=range(23),
         labels=torch.arange(23) % 3, seed=1, batch_size=7,
@@ -121,7 +121,7 @@ def test_what_cannot_be_scored_is_refused_before_any_work(tiny, changes, words):
 
 
 def photos(folder):
-    """Return what data=image_folder data.path=photos data.image_size=64 gives of 12 pictures."""
+    """Return the data of data=image_folder data.path=photos data.image_size=64 for 12 pictures."""
     for number in range(12):
         picture = Image.fromarray(np.full((70, 64, 3), 20 * number, np.uint8))
         (folder / "photos" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Extractors: the one that ships here, one's own, and Inception and DINOv2 from the disk. Their
-weights here are random or invented: what is shown is which network runs, on what."""
+"""Extractors: the package's own, a user's, and Inception and DINOv2 from files. Their weights are
+random here: the tests show which network runs on which input."""
 
 import json
 
@@ -117,7 +117,7 @@ def write_random_inception(file):
 
     class Random(FeatureExtractorInceptionV3):
         def load_state_dict(self, *args, **keywords):
-            """Leave what was drawn."""
+            """Keep the random weights."""
 
     torch.save({}, file)  # without a file it would be downloaded
     network = Random("x", ["2048"], feature_extractor_weights_path=str(file))

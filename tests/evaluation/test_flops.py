@@ -1,7 +1,7 @@
-"""The counted FLOPs equal those by hand, to the last one: dense and routed, both passes.
+"""The counted FLOPs equal the FLOPs by hand exactly: dense and routed, both passes.
 
-Nothing remains that the two would count differently. What neither counts is elementwise: norms,
-activations, gates, q-shifts, residuals, and in a scan what has no state or is no matrix product.
+Neither counts elementwise work: norms, activations, gates, q-shifts, residuals, and the parts of a
+scan that have no state and are no matrix product.
 """
 
 from functools import partial

@@ -1,5 +1,5 @@
-"""Images from an array, a folder or an .npz, and references of statistics: one number; others are
-refused."""
+"""Images from an array, a folder or an .npz, and references of statistics, give one number; other
+files are refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The folder of `scripts/sample.py`: one kind of settings, continued by number, nothing lost."""
+"""The folder of `scripts/sample.py`: one set of settings, continued by number, nothing lost."""
 
 import json
 

@@ -35,7 +35,7 @@ def write_features(path, seed=0, shape=(1, 8, 8), num_classes=3):
 
 
 def write_npz(path, images, labels=None):
-    """Write images as ADM's files have them, and return the path."""
+    """Write images in the format of ADM's files, and return the path."""
     arrays = {"arr_0": images.permute(0, 2, 3, 1).numpy()}
     np.savez(path, **arrays, **({} if labels is None else {"arr_1": np.asarray(labels)}))
     return str(path)

@@ -102,12 +102,12 @@ def dplr_delta_rule(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 def make_segments(batch: int, length: int) -> Tensor:
-    """Return ids that change here and there, and come back: 0, 1, 2, 0, …"""
+    """Return segment ids that change at random places and occur again: 0, 1, 2, 0, …"""
     return (torch.rand(batch, length, generator=seeded(1)) < 0.2).long().cumsum(dim=1) % 3
 
 
 def same_segment(ids: Tensor | None) -> Tensor | None:
-    """Return bool [B, L, L]: which tokens no change of the id lies between."""
+    """Return bool [B, L, L]: whether two tokens are in one run of equal ids."""
     if ids is None:
         return None
     runs = F.pad(ids.diff(dim=1) != 0, (1, 0)).cumsum(1)
@@ -119,7 +119,7 @@ def make_gaps(batch: int, length: int) -> Tensor:
 
 
 def make_mask(length: int) -> Tensor:
-    """Return bool [1, 1, L, L] with each token's own place among those that it sees."""
+    """Return a random mask, bool [1, 1, L, L], in which each token sees itself."""
     drawn = torch.rand(1, 1, length, length, generator=seeded(1)) < 0.5
     return drawn | torch.eye(length, dtype=torch.bool)
 
@@ -171,7 +171,7 @@ class Op:
         bound: Largest error of the torch form in float32, relative to the norm of each result.
         floor: Norm below which a result counts as zero.
         bar: A shape of training, and the MiB that may be kept there for the backward pass.
-        function: The public one, if it has another name.
+        function: The public function, if it has another name.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Op:
         return get_implementation(self.name, name).run
 
     def public(self, *args: Any) -> Tensor:
-        """The public function, with what the forms take."""
+        """The public function, with the arguments that the forms take."""
         count = len(args) - len(self.tokens)
         rest = dict(zip(self.tokens, args[count:], strict=True))
         return getattr(kernels, self.function or self.name)(*args[:count], **rest)
@@ -210,7 +210,7 @@ class Op:
         return tuple(values[name] for name in self.tokens)
 
     def mixed(self, shape=None, dtype=torch.bfloat16, device="cpu", **options) -> list[Tensor]:
-        """Return inputs of which some are in half precision, the others in float32."""
+        """Return inputs, some in half precision and the others in float32."""
         inputs = self.inputs(shape, torch.float32, device, **options)
         for index in self.half:
             inputs[index] = inputs[index].detach().to(dtype).requires_grad_()

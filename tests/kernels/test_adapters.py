@@ -1,5 +1,5 @@
-"""The adapters of packages give the formula, by functions of the packages' signatures in place of
-theirs; no package is needed."""
+"""The adapters of packages compute the formula. Functions with the packages' signatures replace
+them, so no package is needed."""
 
 import functools
 
@@ -26,7 +26,7 @@ from tread_zoo.kernels.verify import compare
 
 
 def contiguous(function):
-    """Refuse strided tensors, which kernels would read wrongly."""
+    """Refuse strided tensors, which the kernels would misread."""
 
     @functools.wraps(function)
     def call(*args, **options):
@@ -76,7 +76,7 @@ def mamba_chunk_scan(x, dt, A, B, C, chunk_size, D=None, seq_idx=None):
 
 @contiguous
 def chunk_gla(q, k, v, g, scale=None):
-    """Its scale is K^-½ where none is given, and so in all of fla's."""
+    """The default scale is K^-½, as in all of fla's functions."""
     in_float32(q, k, v, g)
     g = g[..., None] if g.ndim == 3 else g
     return by_pairs(q, k, v, g) * (q.shape[-1] ** -0.5 if scale is None else scale), None
@@ -111,7 +111,7 @@ STAND_INS = {
 
 @pytest.fixture(params=STAND_INS, ids="-".join)
 def adapter(request, monkeypatch):
-    """Return an operation and its form, whose package's function has a stand-in."""
+    """Return an operation and its form; a stand-in replaces the package's function."""
     function, stand_in = STAND_INS[request.param]
     monkeypatch.setattr(function, "function", stand_in)
     return OPS[request.param[0]], get_implementation(*request.param)

@@ -1,4 +1,4 @@
-"""The forms in C: built where there is a compiler, equal to the formula, and missed by nobody."""
+"""The forms in C: built where there is a compiler, equal to the formula, and optional."""
 
 import os
 import shutil
@@ -149,7 +149,7 @@ print(*describe(torch.device("cpu")), sep="\\n")
 
 @pytest.fixture
 def cc(tmp_path, monkeypatch):
-    """Return what makes a shell script the only compiler."""
+    """Return a function that makes a shell script the only compiler."""
 
     def write(script: bytes) -> None:
         (tmp_path / "bin").mkdir(exist_ok=True)
@@ -163,7 +163,7 @@ def cc(tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path):
-    """Return a C file that compiles in no time."""
+    """Return a small C file that compiles fast."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "one.c").write_text("long long one(void) { return 1; }\n")
     return tmp_path / "source" / "one.c"

@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    """Give every test the choices of a new process, and take packages for right on a GPU."""
+    """Give every test the choices of a new process, and treat packages as correct on a GPU."""
     for name, operation in dispatch.OPERATIONS.items():
         places = itertools.product(
             [("cuda", torch.float32)], (each.name for each in operation.implementations)

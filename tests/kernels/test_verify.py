@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Fused(Implementation):
-    """One of a package that is there, and needs no GPU."""
+    """A fused form of an installed package that needs no GPU."""
 
     def unavailable(self, device):
         return None

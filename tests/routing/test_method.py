@@ -1,4 +1,4 @@
-"""What a method's options mean, and what a step and a sample draw of it."""
+"""What a method's options mean, and what it chooses for a training step and a sample."""
 
 import logging
 from dataclasses import replace

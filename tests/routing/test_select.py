@@ -1,4 +1,4 @@
-"""Choices of tokens: which are refused, and the chances of those that a score makes likelier."""
+"""Choices of tokens: which are refused, and the chances of tokens with higher scores."""
 
 import itertools
 import math

@@ -44,7 +44,7 @@ GRID = ("backbone=dit_tiny", "routing=none,tread", "seed=0,1", "compare.out=out"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder to work in, where cells are `FAKE`."""
+    """A working folder, in which cells run `FAKE`."""
     for routing, loss in (("none", 0.4), ("tread", 0.3)):
         for seed in range(3):
             folder = tmp_path / "made" / f"{routing}{seed}"

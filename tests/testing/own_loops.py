@@ -84,7 +84,7 @@ class RoutesExtraTokens(OwnLoop):
 
 
 class CountsExtraTokensAsImage(OwnLoop):
-    """Keeps the extra tokens, and besides them the rows `ids`, which are theirs in part."""
+    """Keeps the extra tokens and the rows `ids`, some of which are extra tokens."""
 
     def rows(self, now, route):
         rows = super().rows(now, route)
@@ -110,7 +110,7 @@ class DetachesTheBypassed(OwnLoop):
 
 
 class SkipInZeros(OwnLoop):
-    """What bypassed the producer is zero in its skip."""
+    """Tokens that bypassed the producer are zero in its skip."""
 
     def make_skip(self, now, wide, after):
         return super().make_skip(torch.zeros_like(now), wide, after)
@@ -243,7 +243,7 @@ class DecaysByIndex(Decays):
 
 
 class ScansOverGaps(DecaysByIndex):
-    """The same, said: a scan both ways that runs over gaps."""
+    """The same fault, declared: a scan in both directions that runs over gaps."""
 
     dependence = ("order",)
 
@@ -304,7 +304,7 @@ class Serpentine(MixingNet):
 
 
 class ScansUnsorted(Serpentine):
-    """Takes each token's place on the path for the path."""
+    """Confuses each token's position on the path with the path."""
 
     def order(self, rank, layout):
         return rank.argsort(dim=1).argsort(dim=1)
@@ -316,7 +316,7 @@ class ScansBothWays(Serpentine):
 
 
 class ScansUnsortedWhenRouted(ScansBothWays):
-    """Sorts where all tokens are there, and else walks over the kept ones in a drawn order."""
+    """Sorts if all tokens are present, and otherwise walks over the kept tokens in random order."""
 
     def order(self, rank, layout):
         if rank.shape[1] == self.num_tokens:
@@ -325,7 +325,7 @@ class ScansUnsortedWhenRouted(ScansBothWays):
 
 
 class ScansOneWay(Serpentine):
-    """Means to alternate, and runs forwards in every block."""
+    """Declares alternating directions, but scans forwards in every block."""
 
     def behind(self, steps, index):
         return steps

@@ -71,7 +71,7 @@ class SeesTheBypassed(DiT):
 
 
 class RemembersARoute(DiT):
-    """A cache that a later call takes for its own."""
+    """A cache that a later call reuses by mistake."""
 
     def run_block(self, index, streams, condition, layout, skip):
         self.factor = 0.9 if layout.ids is not None else getattr(self, "factor", 1.0)
@@ -100,7 +100,8 @@ class IgnoresContexts(UViT):
 
 
 class HasANullOfItsOwn(UViT):
-    """No context is another condition than zeros, which an image without text has."""
+    """Without a context, the condition differs from zeros, the condition of an image without
+    text."""
 
     def embed(self, x, t, y):
         streams, condition = super().embed(x, t, y)
@@ -149,21 +150,21 @@ class HasNoSuchSelector(DiT):
 
 
 class ReadsAValue(DiT):
-    """The scale of the input is a number of the host, which the meta device has not."""
+    """The scale of the input is read as a number, which the meta device does not have."""
 
     def embed(self, x, t, y):
         return super().embed(x / max(1.0, x.detach().abs().max().item() / 100), t, y)
 
 
 class CallsForward(DiT):
-    """No hook of a block runs: neither compilation's nor sharding's."""
+    """Hooks of blocks do not run, such as those for compilation or sharding."""
 
     def run_block(self, index, streams, condition, layout, skip):
         return self.blocks[index].forward(streams, condition, layout)
 
 
 class ConditionsByIndex(DiT):
-    """A condition for each token, whose first ones a route's tokens take."""
+    """A condition per token; a route's tokens wrongly take the first ones."""
 
     def embed(self, x, t, y):
         streams, condition = super().embed(x, t, y)

@@ -15,7 +15,7 @@ from tread_zoo.testing.probe import Probe
 
 
 class Plain(Tread):
-    """TREAD, of which each fault changes one thing."""
+    """TREAD; each fault changes one thing of it."""
 
     def choose(self, stack, images, step):
         return super().route(stack, images, step)
@@ -34,7 +34,7 @@ class DrawsFromTheGlobalGenerator(Plain):
 
 
 class DrawsForTheBatch(Plain):
-    """Every image keeps what the first of its rank drew."""
+    """Every image keeps the tokens chosen for the first image of its rank."""
 
     def change(self, crossing):
         return replace(crossing, ids=crossing.ids[:1].expand(len(crossing.ids), -1))
@@ -53,7 +53,7 @@ class Rolled(Select):
 
 
 class LosesTokens(Plain):
-    """What was kept stays alone."""
+    """Bypassed tokens do not return: only kept tokens remain."""
 
     def change(self, crossing):
         return Lost(crossing.start, crossing.end, crossing.ids)
@@ -157,7 +157,7 @@ class CountsAnotherRate(Plain):
 
 
 class LeavesBlocksOut(Plain):
-    """And does not say that weights are idle."""
+    """Leaves blocks out, but does not declare idle weights."""
 
     def choose(self, stack, images, step):
         return (Skip(2, 4),) if step.index % 2 else ()
@@ -169,7 +169,7 @@ class SaysTooMuch(Plain):
 
 
 class ReadsAValue(Plain):
-    """Which the meta device, where FLOPs are counted, does not have."""
+    """Reads a value, which the meta device, where FLOPs are counted, does not have."""
 
     def change(self, crossing):
         assert int(crossing.ids.sum()) >= 0
@@ -193,7 +193,7 @@ class Shared(Fusions):
 
 
 class RefusesOtherCrossings(Sprint):
-    """So that no block of its network can be left out."""
+    """Refuses other crossings, so no block of its network can be left out."""
 
     def build(self, stack):
         return Strict(stack.span(), stack.widths, self.absent)

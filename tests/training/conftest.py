@@ -17,13 +17,13 @@ def run(tmp_path):
 
 @pytest.fixture
 def copy_of(tmp_path):
-    """Return a function that copies a run that several tests share, for one to change."""
+    """Return a function that copies a shared run, so that a test can change it."""
     return lambda folder: Path(shutil.copytree(folder, tmp_path / "run"))
 
 
 @pytest.fixture
 def stopped_run(run, monkeypatch):
-    """Train a run that gets signals while a step is computed; it must end with a status."""
+    """Train a run that receives signals during a step; it must end with the given status."""
 
     def train(name, step, numbers, status, *overrides):
         original = loop.draw_step

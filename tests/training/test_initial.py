@@ -22,7 +22,8 @@ def start(folder, source, *overrides):
 
 
 def assert_carried(source, run, *fresh):
-    """Check that model and average begin with the weights of the source, but for layers."""
+    """Check that model and average start from the weights of the source, except the given
+    layers."""
     expected = find_checkpoint(source).tensors("ema")
     for part in ("model", "ema"):
         for name, tensor in find_checkpoint(run).tensors(part).items():

@@ -38,7 +38,8 @@ def start(*arguments):
 
 
 def kill_at_random(folder, overrides, rounds, seed):
-    """Start, wait for a checkpoint and a moment, SIGKILL, and again; then train to the end."""
+    """Start a run and SIGKILL it a moment after a checkpoint, several times; then train to the
+    end."""
     generator = random.Random(seed)
     for _ in range(rounds):
         before = find_checkpoint(folder).step if has_checkpoints(folder) else 0

@@ -23,7 +23,7 @@ class Interrupted(FlowMatching):
 
 @pytest.fixture
 def interrupted(run):
-    """Train `run` while something is done."""
+    """Return a function that trains a run and calls `meanwhile` during a step."""
 
     def train(meanwhile, *overrides):
         MEANWHILE.append(meanwhile)

@@ -1,4 +1,4 @@
-"""What a run leaves, what it computes, and what it refuses."""
+"""What a run writes, computes and refuses."""
 
 import copy
 import json

@@ -50,8 +50,7 @@ class NoTensors(TorchFunctionMode):
 
 
 class NoCopies(TorchDispatchMode):
-    """Refuses what brings tensors of the host to the device; a single number comes along freely
-    with an operation."""
+    """Refuses copies of host tensors to the device. A single number may accompany an operation."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -78,7 +77,7 @@ class Skipping(torch.optim.Optimizer):
 @register("optimizer", "sgd_that_skips_for_tests")
 @dataclass(frozen=True)
 class SGDThatSkips:
-    """Stands for the fused ones, which `meta` has not; they are traced below."""
+    """Stands in for fused optimizers, which `meta` does not have; these are traced below."""
 
     def build(self, backbone):
         return Skipping(backbone.parameters(), {"lr": 0.1})

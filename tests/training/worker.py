@@ -25,7 +25,8 @@ from tread_zoo.training.loop import train
 @register("sampler", "euler_that_ends")
 @dataclass(frozen=True, kw_only=True)
 class EulerThatEnds(Euler):
-    """Euler's rule, during which rank `rank` gets a signal; with 9, SIGKILL, it is gone."""
+    """Euler's rule, during which rank `rank` receives a signal; signal 9, SIGKILL, ends it at
+    once."""
 
     rank: int = 0
     number: int = signal.SIGTERM

@@ -39,7 +39,7 @@ def set_steps(monkeypatch):
 
 
 def check(op, inputs, rest) -> None:
-    """Hold the form in float32 against the formula in float64."""
+    """Compare the form in float32 with the formula in float64."""
     truth = run(op.form("naive"), inputs, *rest)
     ours = run(op.form("triton"), leaves(inputs, torch.float32), *rest)
     assert (ours[0] - truth[0]).abs().max() <= 2e-5

@@ -46,7 +46,7 @@ class Case:
     end: int = -1
 
     def one_of(self, batch):
-        """Return inputs of a batch whose first image is that of a batch of 1."""
+        """Return the inputs of a batch whose first image equals that of a batch of 1."""
         one, two = self.inputs(1), self.inputs(batch)
 
         def same(a, b):

@@ -21,7 +21,7 @@ def attend(x, mask=None):
 
 
 class Block(nn.Module):
-    """x + MLP(attention(x)), and what `fault` adds."""
+    """A block x + MLP(attention(x)), with a planted `fault`."""
 
     def __init__(self, fault="none", num_tokens=16):
         super().__init__()

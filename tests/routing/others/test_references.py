@@ -11,7 +11,7 @@ from tread_zoo.routing.select import Select
 
 
 def by_hand(x, ids, blocks, start, end, call):
-    """Return the tokens [1, N, D] of one image after all blocks; `call` is of (i, x, kept ids)."""
+    """Return the tokens [1, N, D] of one image after all blocks; `call` takes (i, x, kept ids)."""
     everything = torch.arange(x.shape[1])
     for i in range(blocks):
         if i == start:
