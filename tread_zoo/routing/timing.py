@@ -12,6 +12,7 @@ rounded to n + 1 levels from r0 to r1, n = ceil(16 |r1 - r0|); the first and las
 """
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -64,24 +65,31 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
     """
     if not isinstance(rate, list | tuple):
         return
-    name, *values = rate
-    later = values[1:] if name == "steps" else []
-    pairs = [each for each in later if isinstance(each, list | tuple) and len(each) == 2]
-    rates = [*values[:1], *(each[1] for each in pairs)] if name == "steps" else values
-    shaped = len(values) == 2 if name in ("linear", "cosine") else len(pairs) == len(later) > 0
-    if name not in ("linear", "cosine", "steps") or not shaped or not all(map(_is_rate, rates)):
+    fractions = _changes(rate)
+    if fractions is None:
         raise ValueError(
             f"{field}={list(rate)} is no rate: give a number in [0, 1), [linear, 0.75, 0.25], "
             "[cosine, 0.75, 0.25], or [steps, 0.75, [0.3, 0.5], [0.6, 0.25]], a rate of 0.5 from "
             "30 % of training and of 0.25 from 60 %."
         )
-    fractions = [warm_start, *(fraction for fraction, _ in pairs), 1.0 - dense_tail]
-    if any(before >= after for before, after in pairwise(fractions)):
+    within = [warm_start, *fractions, 1.0 - dense_tail]
+    if any(before >= after for before, after in pairwise(within)):
         raise ValueError(
             f"{field}={list(rate)} must ascend between {warm_start:g} and {1 - dense_tail:g} of "
             "training, its routed part."
         )
 
 
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < 1
+def _changes(rate: Sequence[Any]) -> list[float] | None:
+    """Return the fractions of training from which the later values of [steps, …] hold, and none
+    for linear and cosine. The result is None if the list is not a rate."""
+    name, *values = rate
+    if name in ("linear", "cosine"):
+        rates, fractions, fits = values, [], len(values) == 2
+    else:
+        pairs = [each for each in values[1:] if isinstance(each, list | tuple) and len(each) == 2]
+        rates = [*values[:1], *(value for _, value in pairs)]
+        fractions = [fraction for fraction, _ in pairs]
+        fits = name == "steps" and len(pairs) == len(values) - 1 > 0
+    are_rates = all(isinstance(r, int | float) and 0 <= r < 1 for r in rates)
+    return fractions if fits and are_rates else None
