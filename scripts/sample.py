@@ -53,7 +53,7 @@ GIF_IMAGES = 50
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class SampleConfig(CheckpointConfig):
-    """What tread-zoo sample draws.
+    """Settings of tread-zoo sample.
 
     Args:
         sampler, guidance: fields that differ from the run's; `name` chooses another one.
@@ -69,9 +69,10 @@ class SampleConfig(CheckpointConfig):
         image_size: side of the images, or height and width, as in [32,64]; null is that of
             training. Networks with learned positions have no other. Of latents that are not
             decoded, it is the latents' size.
-        contexts: .npy [n, T, S]; image i gets row i mod n. Null is those of held-out images.
-        seed, batch_size: of the images.
-        vae: folder of the autoencoder; null is the run's; none writes latents.
+        contexts: .npy [n, T, S]; image i gets row i mod n. Null takes contexts of held-out images.
+        seed: seed of the images.
+        batch_size: images per batch.
+        vae: folder of the autoencoder; null is the run's autoencoder; none writes latents.
         gif: also write an animation of up to 50 images as they come out of the noise.
     """
 

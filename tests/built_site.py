@@ -1,4 +1,4 @@
-"""What a reader of the built site would stumble over, found in its HTML."""
+"""Faults of the built site that a reader would notice, found in its HTML."""
 
 import ast
 import os

@@ -1,11 +1,11 @@
-"""Write the report of committed comparisons again, in today's form, from their `results.csv`.
+"""Write the reports of committed comparisons again, in the current form, from `results.csv`.
 
 python docs/comparison/remake.py docs/comparison/digits …
 python docs/comparison/remake.py docs/comparison/methods_matrix title='Routing methods by backbone'
 
-`report.md`, `quality.png` and, if the folder has an .html file or is new, the page are written.
-If none is given, title and command are those of the report that is there; pictures of samples are
-those of the page. No curves were kept of these runs, so they compare at equal steps alone.
+This writes `report.md` and `quality.png`, and the page if the folder is new or has an .html file.
+Title and command are taken from the existing report unless given; pictures of samples are taken
+from the existing page. The curves of these runs were not kept, so only equal steps are compared.
 """
 
 import base64

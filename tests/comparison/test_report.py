@@ -251,7 +251,7 @@ NASTY = ["a$b$_{ a$_{$", '"><img src=x onerror=alert(1)>', "$\x01"]
 
 
 def test_any_name_can_be_drawn_and_shown(tmp_path):
-    """Neither mathematics of matplotlib, nor HTML, nor what XML forbids."""
+    """Names with mathtext, HTML, or characters that XML forbids are shown as they are."""
     for number, name in enumerate(NASTY):
         for routing in ("none", "tread"):
             write_run(

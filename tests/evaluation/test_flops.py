@@ -67,7 +67,7 @@ def test_tiny_networks(name, routes, labels):
 
 
 def test_several_chunks_of_a_published_width():
-    """Latents of 32x32 of 4 channels: 256 tokens of 16 values, of which routes keep some."""
+    """Latents of 4x32x32: 256 tokens of 16 values; routes keep some of the tokens."""
     sizes = {"D": 384, "depth": 4, "expand": 2, "S": 64, "P": 64}
     routes = [(1, 3, 200), (3, 4, 65)]
     with torch.device("meta"):

@@ -19,7 +19,7 @@ from tread_zoo.kernels.selective_scan.compiled_form import SCAN_C
 ROOT = Path(__file__).parents[2]
 SCAN, CPU = OPS["selective_scan"], torch.device("cpu")
 COMPILED = [op for op in OPS.values() if "compiled" in list_forms(op.name)]
-SHAPES = {  # more than a block of channels, or of columns; more than a chunk of steps
+SHAPES = {  # several blocks of channels or columns, several chunks of steps
     "selective_scan": [(2, 35, 300, 3, 2), (1, 70, 16, 17, 1)],
     "bidirectional_wkv": [(2, 35, 150), (3, 2, 5), (1, 70, 64)],
 }

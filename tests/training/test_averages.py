@@ -125,7 +125,7 @@ def test_a_resumed_run_leaves_the_same_averages(tracked, copy_of):
 
 
 def test_sampling_casts_each_weight_of_an_average_once():
-    """In bf16; autocast keeps a cast through all steps if the weight requires a gradient."""
+    """In bf16, autocast caches a cast for all steps only if the weight requires a gradient."""
     network = WeightAverage(load_pretrained("dit"), power_decay(0.1)).network
     weights = {parameter.data_ptr() for parameter in network.parameters()}
     casts = []

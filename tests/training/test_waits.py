@@ -1,7 +1,7 @@
 """A training step that no GPU waits for, traced without one.
 
-The device `meta` stands for the GPU. Its tensors have no values, so that reading a number, a truth
-or a length from them raises by itself; what is left to refuse is a copy from the host.
+The device `meta` stands in for the GPU. Its tensors have no values, so reading a number, a truth
+value or a length from them raises an error. Copies from the host are refused by these tests.
 """
 
 import ctypes

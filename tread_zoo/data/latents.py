@@ -176,7 +176,8 @@ def imported_codec(vae: str, num_channels: int) -> LatentCodec:
 
 
 def restore_codec(metadata: dict[str, Any], vae: str) -> LatentCodec:
-    """Return the codec of a checkpoint's metadata, which decodes with `vae` (none: not at all)."""
+    """Return the codec of a checkpoint's metadata. It decodes with `vae`; with none it cannot
+    decode."""
     values = {name: value for name, value in metadata.items() if name != "kind"}
     values |= {"shift": tuple(metadata["shift"]), "scale": tuple(metadata["scale"])}
     return LatentCodec(**values, flips=False, decoder=vae)
@@ -200,8 +201,8 @@ def latents(
             that.
         normalization: standardize (mean 0, standard deviation 1 by channel) or scale (the
             autoencoder's).
-        vae: a diffusers autoencoder for pictures and scores, a folder or a name on the hub; None is
-            the encoding one; none makes no pictures.
+        vae: a diffusers autoencoder for pictures and scores, a folder or a name on the hub. None is
+            the autoencoder that encoded the table; the word none means no pictures.
         held_out: fraction held out of the training part; None is the table's held-out part or,
             without one, 0.1.
         num_classes: None is the table's; 0 drops the labels.

@@ -208,8 +208,8 @@ def hf(
         image_column: None finds the only column of pictures.
         label_column: integers or words; None finds a column named label, labels, class, cls or
             target, or the only one of class labels; without any the pictures are unlabelled.
-        num_classes: None is that of the label column; 0 drops the labels.
-        image_size, channels: as of `image_folder`.
+        num_classes: None takes the label column's number; 0 drops the labels.
+        image_size, channels: see `image_folder`.
         caption_column: texts, or lists of which the first is taken; None takes a column named
             caption, captions, text, prompt or txt. See `image_folder`.
         text_encoder, text_length: as of `image_folder`.

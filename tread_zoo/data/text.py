@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.data.contexts import as_half
 from tread_zoo.data.dataset import ImageData, as_bytes
-from tread_zoo.data.files import cache_folder, written_whole
+from tread_zoo.data.files import cache_folder, atomic_file
 from tread_zoo.data.split import digest_items
 from tread_zoo.data.vae import digest_weights
 from tread_zoo.errors import unknown_name
@@ -271,7 +271,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
     with FileLock(f"{file}.lock"):
         if not file.exists():
             encoder.network.to(local_device())
-            with written_whole(file) as stream:
+            with atomic_file(file) as stream:
                 for start in progress("captions", range(0, len(texts), _BATCH), " batches"):
                     contexts = encoder.encode(texts[start : start + _BATCH], shape[0])
                     stream.write(as_bytes(as_half(contexts)))

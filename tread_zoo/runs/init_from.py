@@ -117,8 +117,8 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
 
 
 def _check_body(source: Checkpoint, backbone: Backbone) -> None:
-    """Check that the checkpoint's network would have this network's shapes if it had the same head
-    and condition."""
+    """Check that the checkpoint's network has this network's shapes, except for the head and the
+    condition."""
     described, config = source.meta["backbone"], backbone.config
     ends = {
         "num_classes": backbone.num_classes,

@@ -52,7 +52,7 @@ def check(op, inputs, rest) -> None:
         (WKV, (1, 19, 3), False),  # two chunks, the last one not whole
         (WKV, (1, 5, 35), True),  # two blocks of channels
         (SCAN, (2, 1, 3, 4, 1), False),  # B, L, D, N, G: one step
-        (SCAN, (1, 13, 20, 8, 1), True),  # no whole number of steps or blocks
+        (SCAN, (1, 13, 20, 8, 1), True),  # steps and blocks that are not full
         (SCAN, (1, 9, 10, 5, 2), False),  # N padded, several groups
         (SCAN, (1, 6, 3, 64, 1), True),  # most states
     ],

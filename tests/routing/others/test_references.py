@@ -113,7 +113,7 @@ def test_a_route_equals_the_loop_written_by_hand(name):
 
 
 def test_another_choice_at_the_end_differs_from_the_loop(monkeypatch):
-    """The fault of a mask that is drawn anew where tokens rejoin."""
+    """A planted fault: the mask is drawn again where tokens rejoin."""
     enter = Select.enter
 
     def faulty(self, tokens):

@@ -120,8 +120,8 @@ class _Memory:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp in place, as 2^(x / ln 2), the quicker of the two on a CPU. To divide the differences
-    keeps large keys exact, which to divide the keys would not."""
+    """Compute exp in place, as 2^(x / ln 2), which is faster on a CPU. Dividing the differences
+    keeps large keys exact; dividing the keys would not."""
     return x.mul_(LOG2_E).exp2_()
 
 
