@@ -1,9 +1,7 @@
 import functools
 import json
-import logging
 import os
 import threading
-import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
@@ -14,7 +12,6 @@ from tests.processes import ROOT, run_python
 from tests.small_run import SMALL
 from tread_zoo.credentials import without_credentials
 from tread_zoo.model_card import write_model_folder
-from tread_zoo.process_group import say_if_waiting
 from tread_zoo.runs.hub import upload
 from tread_zoo.training.loop import train
 
@@ -94,18 +91,3 @@ def test_an_old_record_with_a_token_is_not_uploaded(tmp_path):
     with pytest.raises(ValueError, match=r"config.json has an address with credentials") as caught:
         upload(tmp_path, "user/name", private=True)
     assert "SECRET1" not in str(caught.value)
-
-
-def test_a_rank_that_waits_for_others_says_so(caplog, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
-    with caplog.at_level(logging.WARNING), say_if_waiting(60, patience_s=0.01):
-        for _ in range(500):
-            if caplog.text:
-                break
-            time.sleep(0.01)
-    assert "rank 0 waits up to 60 s for 2 other processes" in caplog.text
-    caplog.clear()
-    with say_if_waiting(60, patience_s=30):
-        pass
-    assert not caplog.text

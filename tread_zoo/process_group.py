@@ -15,9 +15,7 @@ import logging
 import os
 import re
 import subprocess
-import threading
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 
 import torch
 import torch.distributed as dist
@@ -34,26 +32,16 @@ def prepare_process_group(device: torch.device) -> None:
     join_slurm_step()
 
 
-@contextmanager
-def say_if_waiting(timeout_s: float, patience_s: float = 10.0) -> Iterator[None]:
-    """Log that this process waits for the others to connect, if that takes longer than
-    `patience_s`: one that failed before it could connect leaves no other sign."""
+def log_waiting(timeout_s: float) -> None:
+    """Log that this process, if it is one of several, waits for the others to connect: one that
+    failed before it could connect leaves no other sign."""
     environment = os.environ
-    timer = threading.Timer(
-        patience_s, logger.warning, (
-            "rank %s waits up to %d s for %d other processes at %s:%s. If that goes on, one of "
-            "them failed at its start: look at its output.",
-            environment.get("RANK"), timeout_s, int(environment.get("WORLD_SIZE", "1")) - 1,
+    if (others := int(environment.get("WORLD_SIZE", "1")) - 1) > 0:
+        logger.info(
+            "rank      %s waits up to %d s for %d other processes at %s:%s; if one is missing, its "
+            "output says why", environment.get("RANK"), timeout_s, others,
             environment.get("MASTER_ADDR"), environment.get("MASTER_PORT"),
-        ),
-    )  # fmt: skip
-    timer.daemon = True
-    if int(environment.get("WORLD_SIZE", "1")) > 1:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+        )  # fmt: skip
 
 
 def rank_and_number() -> tuple[int, int]:

@@ -17,7 +17,6 @@ from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.files import cache_folder, open_npz
 from tread_zoo.data.labels import check_labels, read_labels
 from tread_zoo.data.split import split_data
-from tread_zoo.errors import unknown_name
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 
@@ -44,8 +43,6 @@ def digits(held_out: Fraction = 0.2) -> ImageData:
 @register("data", "npz")
 def npz(
     path: str,
-    images_key: str | None = None,
-    labels_key: str | None = None,
     pad_to: Side = None,
     held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
@@ -57,7 +54,6 @@ def npz(
 
     Args:
         path: the file.
-        images_key, labels_key: names of other arrays; `images_key` alone means no labels.
         pad_to: a side or (H, W); zeros are added around the centred image.
         held_out: fraction held out, where the file has no test part.
         num_classes: None is the largest label + 1; 0 drops the labels.
@@ -65,35 +61,29 @@ def npz(
     file = Path(path).expanduser()
     with open_npz(file, "data.path") as archive:
         arrays = dict(archive.items())
-    if images_key is None:
-        images_key, name = next((k for k in _KEYS if k[0] in arrays), (None, ""))
-        labels_key = labels_key or (name if name in arrays else None)
-    if images_key is None:
+    x, y = next((pair for pair in _KEYS if pair[0] in arrays), ("", ""))
+    if not x:
         raise ValueError(
             f"data.path={path!r} has the arrays {', '.join(arrays)}, but none of "
-            f"{', '.join(name for name, _ in _KEYS)}: set data.images_key and data.labels_key."
+            f"{', '.join(name for name, _ in _KEYS)}: save them under these names."
         )
-    if labels_key is None and num_classes:
+    keys = [(x, y), ("x_test", "y_test")] if x == "x_train" and "x_test" in arrays else [(x, y)]
+    labelled = y in arrays and num_classes != 0
+    if num_classes and not labelled:
         raise ValueError(f"data.num_classes={num_classes}, but data.path={path!r} has no labels.")
-    keys = [(images_key, labels_key)]
-    if images_key == "x_train" and "x_test" in arrays:
-        keys.append(("x_test", labels_key and "y_test"))
-    for key in (key for pair in keys for key in pair if key is not None):
-        if key not in arrays:
-            raise unknown_name(f"data.path={path!r}: array", key, arrays)
     images = [_as_images(arrays[x], f"data.path={path!r}: {x!r}") for x, _ in keys]
     labels: list[Tensor | None] = [None] * len(keys)
     names = tuple[str, ...]()
-    if labels_key is not None and num_classes != 0:
+    if labelled:
         for x, y in keys:
-            if len(arrays[x]) != len(arrays[y]):
+            if len(arrays[x]) != len(arrays.get(y, ())):
                 raise ValueError(
                     f"data.path={path!r} has {len(arrays[x])} images in {x!r} and "
-                    f"{len(arrays[y])} labels in {y!r}: give each image one, or set "
+                    f"{len(arrays.get(y, ()))} labels in {y!r}: give each image one, or set "
                     "data.num_classes=0."
                 )
         given = np.concatenate([arrays[y] for _, y in keys])
-        found, names = read_labels(given, f"data.path={path!r}: {labels_key!r}")
+        found, names = read_labels(given, f"data.path={path!r}: {y!r}")
         labels = list(found.split([len(part) for part in images]))
     parts = list(zip(images, labels, strict=True))
     split = None if len(parts) > 1 else held_out

@@ -13,16 +13,13 @@ Dimensions: N images, B batch, C channels, H height, W width, T embeddings of wi
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.seeding import ImageGenerator
-
-if TYPE_CHECKING:
-    pass
 
 
 def to_model_range(images: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.factory import add_routing, create_backbone
 from tread_zoo.kernels import describe
-from tread_zoo.process_group import close_process_group_at_exit, say_if_waiting
+from tread_zoo.process_group import close_process_group_at_exit, log_waiting
 from tread_zoo.registry import create, split
 from tread_zoo.routing import Method, Stack
 from tread_zoo.runs.checkpoint import Checkpoint, data_metadata, load_weights
@@ -267,12 +267,12 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
         find_unused_parameters=setup.routing.idle_weights,
     )  # fmt: skip
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=setup.training.timeout_s))
-    with say_if_waiting(setup.training.timeout_s):
-        return Accelerator(
-            cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no",
-            gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
-            kwargs_handlers=[ddp, group],
-        )  # fmt: skip
+    log_waiting(setup.training.timeout_s)
+    return Accelerator(
+        cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no",
+        gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
+        kwargs_handlers=[ddp, group],
+    )  # fmt: skip
 
 
 def check_ranks_agree(
