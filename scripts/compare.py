@@ -64,7 +64,7 @@ class CompareConfig:
         out: folder of index.html, report.md, quality.png, figures/, results.csv, curves.csv, runs/.
         title: of the page; null is the study's.
         grids: of a study: values by field, each grid swept on its own.
-        fixed: of a study: overrides that all cells share. Those of the command line replace them.
+        fixed: of a study: overrides that all cells share, unless the command line changes them.
         jobs: processes at a time; with several GPUs each takes its own.
         metric: the score that decides on the page; null is the first distance that all runs have.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then

@@ -25,7 +25,7 @@ class DemoConfig:
     """What tread-zoo demo shows.
 
     Args:
-        plugins, checkpoint, weights, device, precision, kernels: as of `CheckpointConfig`.
+        plugins, checkpoint, weights, device, precision, kernels: see `CheckpointConfig`.
         vae, text_encoder: folders of the autoencoder and of the text encoder; null are the run's.
         port: of the page, http://127.0.0.1:PORT.
     """

@@ -24,7 +24,7 @@ class DoctorConfig:
     """What tread-zoo doctor shows.
 
     Args:
-        device, kernels: as of `RunConfig`.
+        device, kernels: see `RunConfig`.
         backbones: a pattern such as "mamba*": show instead a table of their sizes.
         input_size, in_channels, num_classes: of the images in that table.
     """

@@ -35,7 +35,7 @@ class ImportConfig:
             fields below only `weights` applies.
         weights: of an export, as in `CheckpointConfig`.
         objective: null is the project's usual one; for format=tread, edm or flow.
-        num_heads: null is that of the published size, since no tensor shows it.
+        num_heads: null takes the number of the published size, since no tensor shows it.
         num_classes: null is one less than the rows of the label table.
         drop_unknown: skip tensors that our backbone does not have.
     """

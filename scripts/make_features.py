@@ -30,7 +30,7 @@ class FeaturesConfig:
     """What tread-zoo make-features trains.
 
     Args:
-        plugins, data, device: as of `RunConfig`.
+        plugins, data, device: see `RunConfig`.
         out: a .safetensors file, for evaluation.extractor.
         num_features: size of the vector that distances compare.
         layers: channels, padding, and whether a pooling follows, of each convolution; null is four

@@ -28,7 +28,7 @@ class ReferenceConfig:
     """What tread-zoo make-reference writes.
 
     Args:
-        plugins, data, device: as of `RunConfig`.
+        plugins, data, device: see `RunConfig`.
         out: an .npz file, for evaluation.reference.
         evaluation: reference (the part of the data), num_reference, batch_size, extractor and the
             files of its weights; other fields are ignored.

@@ -24,7 +24,7 @@ class PushConfig:
     """What tread-zoo push publishes.
 
     Args:
-        plugins, checkpoint, weights: as of `CheckpointConfig`.
+        plugins, checkpoint, weights: see `CheckpointConfig`.
         half: store the weights as float16, in half the space.
         out: folder of the files; null is <run>/hub.
         repo: user/name on the hub, to upload them; null only writes them.

@@ -1,4 +1,4 @@
-"""Continue a run with its settings, except those that are given.
+"""Continue a run with its settings, except for the given ones.
 
 tread-zoo resume runs/digits_mamba_tiny_tread_flow_seed0
 tread-zoo resume runs/digits_mamba_tiny_tread_flow_seed0 training.num_steps=2000

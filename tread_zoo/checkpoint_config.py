@@ -22,8 +22,8 @@ class CheckpointConfig:
         out: where the result goes; null: to the run's folder, see each script.
         weights: ema; model; or ema:0.05, an average of that relative width, for runs with
             `training.ema_snapshots_every` (docs/evaluation.md).
-        device, kernels: as of `RunConfig`.
-        precision: as of `TrainingConfig`.
+        device, kernels: see `RunConfig`.
+        precision: see `TrainingConfig`.
     """
 
     plugins: tuple[str, ...] = ()
@@ -69,26 +69,26 @@ class EncodingConfig:
     """Settings of tread-zoo encode.
 
     Args:
-        plugins: as of `RunConfig`.
+        plugins: see `RunConfig`.
         data: a source of images.
         vae: a diffusers autoencoder, a folder or a name on the hub; none keeps the images.
         text_encoder: CLIP's text encoder or T5's, a folder or a name of transformers on the hub,
             which makes contexts of the captions; null: none.
-        text_length: embeddings per caption, of which longer ones are cut; null is the number of the
-            longest caption, 77 at most.
+        text_length: embeddings per caption; longer captions are cut. null takes the length of the
+            longest caption, at most 77.
         features: an extractor, as evaluation.extractor, whose features are stored for `alignment`;
             null: none.
-        inception_weights, dinov2_weights: as of `EvaluationConfig`.
+        inception_weights, dinov2_weights: see `EvaluationConfig`.
         out: folder of the table; the same command continues a stopped encoding.
-        content: moments stores mean and logvar, of which training draws; samples draws once; mode
-            stores the mean; auto is moments where the autoencoder has them, else mode.
+        content: moments stores mean and logvar, and training samples anew; samples samples once;
+            mode stores the mean; auto is moments if the autoencoder has them, or mode.
         flips: encode mirrored images, too, for training.horizontal_flip.
         dtype: type of stored latents.
         batch_size: images per batch.
         part_size: images per file.
         num_workers: processes that read images.
         max_corrupt_share: fraction of the images that may be unreadable; they are left out.
-        device: as of `RunConfig`.
+        device: see `RunConfig`.
         precision: of the autoencoder and the text encoder.
     """
 

@@ -71,7 +71,7 @@ def describe_packages(device: torch.device) -> list[str]:
 def routes_of(
     network: Backbone, num_images: int, device: torch.device | str = "cpu"
 ) -> Sequence[Crossing]:
-    """Return the routes of one step of routing=tread."""
+    """Return routes as one training step of routing=tread draws them."""
     images = make_image_generator("doctor", images=range(num_images), device=device)
     routes: Sequence[Crossing] = create("routing", "tread").draw(
         Stack.of(network), images, Step(0, 1, 0)
@@ -116,7 +116,7 @@ def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple
 
 
 def _sizes(pattern: str) -> list[str]:
-    """Return the names of the matching backbones without those that need an option."""
+    """Return the names of the matching backbones that can be built without options."""
     entries = {name: get_entry("backbone", name) for name in list_backbones(pattern)}
     return [
         name

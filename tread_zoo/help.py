@@ -28,7 +28,7 @@ from tread_zoo.registry import available, get_entry
 
 WIDTH, INDENT = 110, 34
 SENTENCE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
-SHARED = (CheckpointConfig, EvaluationConfig, TrainingConfig, RunConfig)  # "as of `…`"
+SHARED = (CheckpointConfig, EvaluationConfig, TrainingConfig, RunConfig)  # "see `…`"
 
 
 def describe(
@@ -81,7 +81,7 @@ def settings(config: type) -> Iterator[tuple[Setting, str]]:
         if group not in explained:
             explained[group] = sentences(groups[group])
         sentence = explained[group].get(name, "")
-        if sentence.startswith("as of "):
+        if sentence.startswith("see "):
             sentence = shared[name]
         if get_origin(setting.type) is Literal and len(get_args(setting.type)) > 1:
             sentence = f"{sentence} [{', '.join(get_args(setting.type))}]"

@@ -42,15 +42,15 @@ def write_model_folder(
     license: str | None = None,
     repo: str | None = None,
 ) -> Path:
-    """Return the folder that is written of a run's newest checkpoint, or of a given one.
+    """Return the folder for the hub, after writing it from a run's newest or a given checkpoint.
 
     Args:
-        path: as of `find_checkpoint`.
+        path: see `find_checkpoint`.
         out: the folder; None is <run>/hub.
-        weights: as of `load_backbone`.
+        weights: see `load_backbone`.
         half: store them as float16.
-        license: of the weights, as the hub names it, such as apache-2.0; None is that of the
-            project that they were imported from, if any. A non-commercial one cannot be changed.
+        license: licence of the weights by its name on the hub, such as apache-2.0. None takes the
+            licence of the project they were imported from. A non-commercial one cannot be changed.
         repo: user/name for the card; None is the folder.
 
     Raises:
@@ -112,7 +112,7 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 
 def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
-    """Return what the network draws from, as the hub names tasks."""
+    """Return the hub's name of the task, by the network's condition."""
     if "text_encoder" in checkpoint.meta.get("data", {}):
         return "text-to-image"
     kind = "class-conditional" if backbone.num_classes else "conditional"
@@ -120,7 +120,7 @@ def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
 
 
 def _metric_type(metric: str, record: dict[str, Any]) -> str:
-    """Return a metric's name; fid and kid are those of Inception's features alone."""
+    """Return a metric's name on the hub. Only distances in Inception's features are fid and kid."""
     if (record["protocol"].get("extractor") or INCEPTION).startswith(INCEPTION):
         return metric
     others = {"fid": "frechet-distance", "kid": "kernel-distance", "kid_std": "kernel-distance-std"}

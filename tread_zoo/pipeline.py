@@ -114,7 +114,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
 
         Args:
             path: a run's folder, a checkpoint, or `user/name` on the hub.
-            weights: as of `load_backbone`.
+            weights: see `load_backbone`.
             vae: the autoencoder; None is the run's, `none` does not decode latents.
             text_encoder: of prompts; None is the run's, `none` takes contexts only.
         """
@@ -151,8 +151,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             prompt: a text or several, for networks that were trained on captions.
             contexts: float [B, T, S], for networks that take contexts.
             num_images: number of images without labels and contexts, or of a single prompt.
-            num_inference_steps, guidance_scale: in place of the pipeline's. A scale for a pipeline
-                without guidance is that of classifier-free guidance.
+            num_inference_steps, guidance_scale: replace the pipeline's values. A scale for a
+                pipeline without guidance means classifier-free guidance.
             generator: on the CPU, for the seed; None is torch's global one.
             output_type: pil; np, [B, H, W, C] in 0 … 1; pt, [B, C, H, W]; latent, not decoded.
             return_dict: False returns (images,).

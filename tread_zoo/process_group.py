@@ -60,7 +60,7 @@ def close_process_group_at_exit() -> None:
     """Close the connections when this process exits; call it where every process ends.
 
     An open group may abort the interpreter's shutdown, and the exit status is lost. A process that
-    fails alone must not close it: closing waits for the others, which wait for this one.
+    fails alone must not close the group: closing would wait for processes that wait for this one.
     """
     atexit.unregister(_close)
     atexit.register(_close)
@@ -96,7 +96,7 @@ def _close() -> None:
 
 
 def _first_host(hosts: str) -> str:
-    """Return the first host of SLURM's list; a plain name is taken as it is."""
+    """Return the first host of SLURM's list of hosts; a single name is returned unchanged."""
     if re.fullmatch(r"[\w.-]+", hosts):
         return hosts
     try:

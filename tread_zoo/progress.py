@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar in a terminal, elsewhere a line of the log now and then.
+"""Progress of long loops: a bar in a terminal; in other places a log line every half minute.
 
 `TQDM_DISABLE=1` in the environment leaves out both.
 """

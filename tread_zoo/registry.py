@@ -111,7 +111,7 @@ class Entry:
         return create_model(f"{self.kind}_{self.name}", __config__=STRICT, **fields)
 
     def complete(self, options: Mapping[str, Any], field: str | None = None) -> dict[str, Any]:
-        """Return all options as plain values: `options`, checked, and defaults for the others.
+        """Return all options as plain values: the given `options`, checked, and defaults.
 
         Args:
             options: some of the part's options.
@@ -258,7 +258,7 @@ def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
     """Return the entry registered as `name`; a backbone's bare name means its size `tiny`.
 
     Raises:
-        ValueError: the name is unknown; the error names `field`, or else the kind.
+        ValueError: the name is unknown. The error names `field`, by default the kind.
     """
     _load(kind)
     for candidate in (name, f"{name}_tiny") if kind == "backbone" else (name,):
@@ -292,8 +292,8 @@ def complete(kind: str, part: str | Mapping[str, Any], field: str | None = None)
 
 
 def describe_part(kind: str, part: Any) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` for a part that is an instance or a function. If it is
-    not registered, the name is that of its class or function."""
+    """Return `{"name": …, option: value, …}` for a part that is an instance or a function. An
+    unregistered part has the name of its class or function."""
     bound = isinstance(part, functools.partial)
     made_by = part.func if bound else part if inspect.isroutine(part) else type(part)
     for name in available(kind):

@@ -29,8 +29,8 @@ def markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
 
 
 def pages(names: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the text of each page of a record, with tables made anew. `names` are those of its
-    page.py."""
+    """Return the text of each page of a record, with new tables. `names` are the names that its
+    page.py defines."""
     texts = {file: file.read_text() for file in names["PAGES"]}
     for name, table in names["tables"]().items():
         place = rf"(<!-- {name} -->\n).*?(<!-- end -->)"

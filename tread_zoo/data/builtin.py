@@ -124,7 +124,7 @@ def cifar10(
     Args:
         path: the folder that has cifar-10-batches-py; None downloads 170 MB once, to a cache
             folder.
-        held_out, num_classes: as of `fashion_mnist`.
+        held_out, num_classes: see `fashion_mnist`.
     """
     from torchvision.datasets import CIFAR10
 

@@ -3,7 +3,8 @@
     embeddings of an image [t, S], t <= T  --zeros below-->  context [T, S]
 
 A column of a table has them as paths of .npy files or as numbers. Items are then (image, context)
-instead of (image, label). T is `data.context_length`, or the longest one's. Nothing is unpickled.
+instead of (image, label). T is `data.context_length`, or the length of the longest context.
+Nothing is unpickled.
 
 Dimensions: T embeddings of width S.
 """
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def context_shape(table: "datasets.Dataset", column: str, length: int | None) -> tuple[int, int]:
-    """Return (T, S) of a column of paths or embeddings, in numpy's format; T is `length`, or the
-    longest one's. Raises ValueError if that one cannot be read."""
+    """Return (T, S) of a column of paths or embeddings, in numpy's format. T is `length`, or the
+    number of embeddings of the longest row. Raises ValueError if that row cannot be read."""
     row = _longest(table.select_columns([column]), column) if length is None else 0
     rows = _as_rows(table[row][column], f"of row {row}")
     return length or max(len(rows), 1), rows.shape[1]

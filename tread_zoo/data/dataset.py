@@ -72,8 +72,7 @@ class Codec:
         """Raise ValueError if `flip` is set and items cannot be mirrored."""
 
     def prepare(self, device: torch.device) -> None:
-        """Load the autoencoder onto `device`. Raises ValueError if another autoencoder encoded the
-        data."""
+        """Load the autoencoder onto `device`. Raises ValueError if another one encoded the data."""
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that `to_model` gives a batch of shape `stored`."""

@@ -3,10 +3,10 @@ features; `latents.py` reads it.
 
 Process n mod the number of processes writes part n of the table, atomically. Existing parts are
 kept, so that the same command continues a stopped encoding. The process that finds all parts writes
-the statistics to table.json; none waits for another.
+the statistics to table.json. No process waits for another.
 
-Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2 C stored where
-there are moments), h height, w width, S channels of features.
+Dimensions: B batch, K copies (2: the image and its mirror image), C channels of a latent (moments
+store 2 C), h height, w width, S channels of features.
 """
 
 import dataclasses
@@ -287,7 +287,7 @@ def write_table(
 
 def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
     """Write one Arrow file atomically, with sums for the statistics in its header. Each tensor is
-    stored in its dtype. Raises ValueError for what is not finite."""
+    stored in its dtype. Raises ValueError for values that are not finite."""
     import pyarrow as pa
 
     main = "image" if content == "pixels" else "latent"

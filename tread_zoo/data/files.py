@@ -49,8 +49,8 @@ def without_paths(value: Any) -> Any:
 
 @contextmanager
 def open_npz(path: Path, field: str) -> Iterator[Any]:
-    """Yield the archive of an .npz file, whose arrays are read when they are taken. Raises
-    ValueError, which begins with `field`, if it is no such file or is damaged."""
+    """Yield the archive of an .npz file, whose arrays are read at first use. Raises ValueError if
+    the file is damaged or something else; the message begins with `field`."""
     damaged = (zipfile.BadZipFile, zlib.error, EOFError)
     try:
         archive = np.load(path, allow_pickle=False)
@@ -74,7 +74,7 @@ def atomic_file(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
         with partial.open("wb") as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())  # else a power cut may keep the name without the bytes
+            os.fsync(stream.fileno())  # a power cut could keep the name without the bytes
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -26,8 +26,8 @@ PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}  
 def picture_files(root: Path, field: str, beside: str | None = None) -> list[Path]:
     """Return the pictures under a folder, by suffix, in no order.
 
-    Hidden files and folders are skipped. Each folder counts once, under its own name rather than
-    that of a link. Other files are counted in the log, but for metadata and cat.txt beside cat.png.
+    Hidden files and folders are skipped. A folder that links lead to counts once, under its own
+    name. Other files are counted in the log, except metadata and cat.txt beside cat.png.
 
     Args:
         root: the folder.
@@ -75,8 +75,8 @@ def picture_formats() -> tuple[str, ...]:
 
 
 def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
-    """Yield what is no folder under `root`. Links to folders are followed last, so that each folder
-    is found under its own name."""
+    """Yield all files under `root`. Links to folders are followed last, so each folder is found
+    under its own name."""
     seen, places, links, repeated = set[tuple[int, int]](), [os.fspath(root)], list[str](), 0
     while places or links:
         place = places.pop() if places else links.pop(0)
@@ -100,8 +100,8 @@ def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
 def find_classes(
     root: Path, beside: str | None, *, labelled: bool
 ) -> tuple[list[str], list[int], list[str]]:
-    """Return files, labels and class names (none: unlabelled), sorted. Sub-folders are the classes;
-    names that are equal in NFC are one. `beside` is as of `picture_files`.
+    """Return sorted files, their labels, and the class names; no names without labels. Sub-folders
+    are the classes; names that are equal in NFC are one class. For `beside` see `picture_files`.
 
     Raises:
         ValueError: pictures lie beside sub-folders; or, if `labelled`, these are train and val.

@@ -12,7 +12,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 MOST_CLASSES = 2**20  # a network has an embedding for each
-COLUMNS = ("label", "labels", "class", "cls", "target")  # taken in this order where none is named
+COLUMNS = ("label", "labels", "class", "cls", "target")  # the first that exists is taken
 
 
 def nfc(word: str) -> str:
@@ -83,8 +83,9 @@ def _unusable(where: str, value: str) -> ValueError:
 def check_labels(
     labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
 ) -> tuple[str, ...]:
-    """Return the names of the classes of labels int64 [N]: `names`, if their number agrees, else
-    numbers. Without `num_classes` and `names` there are as many classes as the largest label + 1.
+    """Return the names of the classes of labels int64 [N]: `names`, or numbers if `names` are too
+    few or too many. Without `num_classes` and `names` there are as many classes as the largest
+    label + 1.
 
     Classes without images are logged: labels may start at 1. Raises ValueError if a label is
     outside 0 … num_classes - 1, or if these are more than `MOST_CLASSES`.
@@ -112,7 +113,7 @@ def check_labels(
 
 def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | None:
     """Return the column of labels of a table of the `datasets` library: one named as in `COLUMNS`,
-    or the only one of class labels; None without any. `used` are columns of something else.
+    or the only column of class labels, or None. `used` are columns with other contents.
 
     Columns that are not used are logged. Raises ValueError if several columns have class labels.
     """
@@ -139,7 +140,7 @@ def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | N
 
 
 def label_text(content: bytes) -> str:
-    """Return the label in a .cls file of a shard. Raises ValueError if it is no text."""
+    """Return the label in a shard's .cls file. Raises ValueError if the file is no text."""
     try:
         return content.decode().strip()
     except UnicodeDecodeError:

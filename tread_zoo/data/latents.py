@@ -244,7 +244,7 @@ def table(
 
     Args:
         path: the folder.
-        held_out, num_classes, context, cache, cached_parts: as of `latents`.
+        held_out, num_classes, context, cache, cached_parts: see `latents`.
     """
     stored = _open_table(path, cache, cached_parts, pixels=True)
     stored.metadata["shape"] = stored.metadata["shape"][1:]  # one copy
@@ -351,7 +351,8 @@ class LocalTable:
 def _open_table(
     path: str, cache: str | None, num_cached: int, *, pixels: bool
 ) -> "LocalTable | BucketTable":
-    """Return a table. Raises ValueError if it is not finished, or has no `pixels`, or has."""
+    """Return a table. Raises ValueError if it is not finished, or holds latents where `pixels` are
+    wanted or pixels where they are not."""
     table = BucketTable(path, cache, num_cached) if is_url(path) else LocalTable(path)
     if "mean" not in table.metadata:
         raise ValueError(f"data.path={path!r} is not finished: encode with the same command.")
@@ -367,7 +368,7 @@ class EncodedTable(TableDataset):
     from the memory-mapped Arrow chunks."""
 
     column: str  # latent or image
-    shape: Sequence[int]  # of one
+    shape: Sequence[int]  # of one latent or image
     dtype: str
     context: tuple[int, int] | None  # T and S, if contexts are the condition
     features: tuple[int, ...] | None  # [K,S,h,w]

@@ -107,7 +107,7 @@ class CorruptItem:
 
 
 class Unavailable(OSError):
-    """Data that cannot be reached for now: no item may take their place."""
+    """Data that cannot be reached for now. The run ends: no other item takes their place."""
 
 
 OnCorrupt = Callable[[CorruptItem], None]
@@ -134,8 +134,8 @@ class CorruptLog:
     """The list of items of `parts` that cannot be read; too many of them end the run.
 
     Each process appends its corrupt items to the same file, a tab-separated line per item, and
-    counts the distinct items in it, so that none waits for another. `max_share` is the fraction of
-    all items that may be corrupt, rounded up, and `field` the setting that says so.
+    counts the distinct items in it, so no process waits for another. `max_share` is the fraction of
+    all items that may be corrupt, rounded up; `field` is the name of that setting, for errors.
     """
 
     def __init__(
@@ -190,12 +190,12 @@ def make_loader(
     `num_workers` processes (0: this one), each two batches ahead. They start with the first batch,
     live as long as the iterator, and draw nothing from the global generators.
 
-    `seed` and the index of a corrupt item determine its replacement. `dataset.on_corrupt`, or else
-    a warning, is called once per corrupt item, in this process.
+    `seed` and the index of a corrupt item determine its replacement. `dataset.on_corrupt` is called
+    once per corrupt item, in this process; without it, a warning is logged.
 
     Raises:
         ValueError: while iterating: an item and all its replacements are corrupt.
-        Unavailable: while iterating: as of the data set.
+        Unavailable: while iterating: the data cannot be reached for now.
     """
     gather = getattr(dataset, "gather", None)
     if gather is not None:
@@ -237,7 +237,7 @@ def _read_batches(
         collate_fn=functools.partial(_read_batch, dataset, seed),
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_leave_signals_to_the_run,
-        # DataLoader draws its workers' seed, else from the global generator.
+        # Without it, DataLoader takes its workers' seed from the global generator.
         generator=make_generator("workers"),
     )
     on_corrupt: OnCorrupt = getattr(dataset, "on_corrupt", warn_about)

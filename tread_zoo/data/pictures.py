@@ -25,8 +25,8 @@ def open_picture(
 ) -> "Image.Image":
     """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded.
 
-    With `image_size` (H, W) a JPEG's decoder shrinks it by 2, 4 or 8 itself, as long as no side
-    becomes shorter than these: much faster, and within rounding of what `resize_and_crop` averages.
+    With `image_size` (H, W), a JPEG is decoded at a half, a quarter or an eighth of its size if no
+    side becomes shorter than that: much faster, and equal to `resize_and_crop` within rounding.
     """
     from PIL import Image, ImageOps
 

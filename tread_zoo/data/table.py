@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
+TEST_SPLITS = ("test", "validation")  # the first that exists is taken if none is named
 _MEASURED = 64  # pictures, for the size
 
 
 @dataclass(eq=False)
 class PictureTable(TableDataset):
-    """Rows of a table with the columns image, image1, …, of `Image(decode=False)`, of which one is
-    not null, and perhaps context."""
+    """Pictures in a table. A row has one picture, in one of the undecoded columns image, image1, …,
+    and perhaps a context."""
 
     context: tuple[int, int] | None  # T and S, if contexts take the place of labels
     image_size: tuple[int, int] | None  # resize and crop to H, W; None leaves the size
@@ -84,8 +84,7 @@ class PictureTable(TableDataset):
         return image, as_context(row["context"], f"of {self.item_name(index)}", self.context)
 
     def caption(self, index: int) -> str:
-        """Return the caption of picture `index`, "" without one. Raises ValueError if it is no
-        text."""
+        """Return the caption of picture `index`, or "". Raises ValueError if it is no text."""
         return "" if self.captions is None else self.captions[int(self.rows[index])]
 
     def stored(self, index: int) -> bytes:
@@ -94,7 +93,7 @@ class PictureTable(TableDataset):
         return source if isinstance(source, bytes) else Path(source).read_bytes()
 
     def item_name(self, index: int) -> str:
-        """Return the file of item `index`, or else its row."""
+        """Return the name of item `index` for logs: its file or its row."""
         cell = _picture(self.table[int(self.rows[index])])
         return (cell and cell["path"]) or super().item_name(index)
 
@@ -145,7 +144,8 @@ def image_folder(
         context_length: number of embeddings per image, filled up with zeros; None is the largest
             number.
         background: colour behind transparent pictures, a name or #rrggbb.
-        crop: center cuts off what is beyond image_size; pad shows it all, with `background` beside.
+        crop: center cuts off what is beyond image_size; pad shows the whole picture on
+            `background`.
     """
     import datasets
     from pyarrow import ArrowInvalid, ArrowTypeError
@@ -208,13 +208,13 @@ def hf(
         image_column: None finds the only column of pictures.
         label_column: integers or words; None finds a column named label, labels, class, cls or
             target, or the only one of class labels; without any the pictures are unlabelled.
-        num_classes: None takes the label column's number; 0 drops the labels.
+        num_classes: None takes the number from the label column; 0 drops the labels.
         image_size, channels: see `image_folder`.
         caption_column: texts, or lists of which the first is taken; None takes a column named
             caption, captions, text, prompt or txt. See `image_folder`.
         text_encoder, text_length: as of `image_folder`.
         context_column: an embedding or a list of them per row, which take the place of the labels.
-        context_length, background, crop: as of `image_folder`.
+        context_length, background, crop: see `image_folder`.
     """
     folder = Path(path).expanduser()
     if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
@@ -277,14 +277,14 @@ def webdataset(
         path: a folder of .tar files, one file, or a pattern, `train-{000..127}.tar` or
             `train-*.tar`; also a URL that fsspec opens. A sample is a picture and perhaps a label,
             `.cls`, and a caption, `.txt` or a value in `.json`.
-        image_size, channels: as of `image_folder`.
+        image_size, channels: see `image_folder`.
         held_out: fraction held out, the same samples in every run.
         num_classes: None is the largest label + 1; 0 drops the labels.
         caption_column: txt, or a key of `.json`; None takes txt, or else a key named caption,
             captions, text or prompt. See `image_folder`.
         text_encoder, text_length: as of `image_folder`.
         context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
-        context_length, background, crop: as of `image_folder`.
+        context_length, background, crop: see `image_folder`.
     """
     import datasets
 
@@ -363,7 +363,7 @@ def _picture_data(
     text_length: int | None = None,
 ) -> ImageData:
     """Return the data of a training table and perhaps a test table. A row's picture is in the first
-    of `image_columns` that is not null; `caption_key` is as of `Captions`."""
+    of `image_columns` that is not null; for `caption_key` see `Captions`."""
     import datasets
 
     colour = read_colour(background)
@@ -383,7 +383,7 @@ def _picture_data(
     others = used if column is None else {**used, column: "caption"}
     labels, names = _read_labels(table, label_column, others, num_classes, name)
     table = table.select_columns(list(used)).rename_columns(used)
-    # not decoded here: a corrupt picture is reported when it is read
+    # Pictures are decoded when they are read, so that a corrupt one costs one item.
     pictures = set(used.values()) - {"context"}
     for column in pictures:
         table = table.cast_column(column, datasets.Image(decode=False))
@@ -449,7 +449,7 @@ def _picture(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _source(row: dict[str, Any]) -> Any:
-    """Return the content of a row's picture, or else its path, or else None."""
+    """Return the content of a row's picture, or its path, or None."""
     cell = _picture(row)
     return cell and (cell["bytes"] or cell["path"])
 

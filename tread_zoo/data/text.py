@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.data.contexts import as_half
 from tread_zoo.data.dataset import ImageData, as_bytes
-from tread_zoo.data.files import cache_folder, atomic_file
+from tread_zoo.data.files import atomic_file, cache_folder
 from tread_zoo.data.split import digest_items
 from tread_zoo.data.vae import digest_weights
 from tread_zoo.errors import unknown_name

@@ -2,8 +2,8 @@
 
     images [B,3,H,W] in [-1, 1]  --encode-->  mean, logvar [B,C,h,w]  --decode-->  images
 
-AutoencoderKL gives a normal distribution per image; the others give a latent and no logvar. Latents
-are not scaled here. Only safetensors are read, no pickle.
+AutoencoderKL gives a normal distribution per image; other classes give a latent and no logvar.
+Latents are not scaled here. Only safetensors are read, no pickle.
 
 Dimensions: B batch, C channels of a latent, H, W of an image, h, w of a latent.
 """

@@ -53,8 +53,8 @@ from tread_zoo.runs.weights import build_network, load_tensors, read_tensors
 logger = logging.getLogger(__name__)
 
 SNAPSHOTS = "ema_snapshots"
-# A resumed run must keep the settings in _KEPT, and all metadata of the data except _MAY_DIFFER,
-# some of which are compared separately.
+# A resumed run must keep the settings in _KEPT, and all metadata of the data except _MAY_DIFFER.
+# `check_same_data` compares some of the latter separately.
 _KEPT = ("backbone", "routing", "objective", "data", "alignment", "seed")
 _MAY_DIFFER = {"name", "num_images", "items", "decoder", "captions_by", "class_names"}
 
@@ -180,8 +180,8 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at `path`, the folder of a checkpoint or of a run (its newest intact
     checkpoint) or a folder from tread-zoo push.
 
-    If `path` does not exist, it may be the name of a network that comes with the package; else
-    `user/name` is downloaded from the hub to runs/user/name: two files, no code.
+    A `path` that does not exist may be the name of a network that comes with the package, or
+    `user/name` on the hub, which is downloaded to runs/user/name: two files, no code.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or has another format.

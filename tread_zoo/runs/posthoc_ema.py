@@ -18,7 +18,7 @@ def width_to_exponent(width: float) -> float:
     """Return p of the profile with this relative width, from width^2 = p / ((p + 1)^2 (p + 2)).
 
     Raises:
-        ValueError: the width is not below that of the mean over all steps (p = 1).
+        ValueError: the width is not below 0.288, the width of the mean over all steps (p = 1).
     """
     if not 0 < width < 12**-0.5:
         raise ValueError(
@@ -33,8 +33,8 @@ def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
     steps add up to an average of `width` at the last step.
 
     Raises:
-        ValueError: the combined profile differs by more than `LARGEST_MISFIT` (relative L2) from
-            that of `width`, or there is no such width.
+        ValueError: the combined profile differs from the wanted one by more than `LARGEST_MISFIT`
+            (relative L2), or there is no such width.
     """
     times = np.repeat(np.array(steps) / steps[-1], len(TRACKED_WIDTHS))
     powers = np.tile(
