@@ -26,7 +26,6 @@ from tread_zoo.testing.probe import (
     Probe,
     compilation_agrees,
     gradients_equal_differences,
-    gradients_flow,
     output_and_gradients,
     raises,
     recomputation_agrees,
@@ -219,8 +218,17 @@ def check_blocks_can_be_left_out(probe: Probe) -> None:
 
 def check_gradients_flow(probe: Probe) -> None:
     """Every parameter and every pixel, bypassed or not, gets a finite nonzero gradient."""
-    backbone = probe.build()
-    gradients_flow(probe, backbone, probe.route(backbone))
+    backbone, (x, t, y) = probe.build(), probe.inputs()
+    x.requires_grad_()
+    out = backbone(x, t, y, routes=[probe.route(backbone)])
+    (out * torch.randn(out.shape, generator=make_generator("probe weight"))).sum().backward()
+    for name, parameter in backbone.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, f"{name} gets no gradient"
+        assert torch.isfinite(grad).all(), f"the gradient of {name} is not finite"
+        assert grad.any(), f"the gradient of {name} is 0"
+    assert x.grad is not None
+    assert (x.grad.abs().sum(dim=1) > 0).all(), "some pixels get no gradient"
 
 
 def check_gradients_equal_differences(probe: Probe) -> None:

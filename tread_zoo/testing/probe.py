@@ -261,27 +261,6 @@ def compilation_agrees(
         torch.testing.assert_close(again_grads[name], grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
-def gradients_flow(probe: Probe, backbone: Backbone, route: Any, idle: Sequence[int] = ()) -> None:
-    """Assert that under a route every pixel and every parameter has a finite nonzero gradient.
-    Parameters of `idle` blocks must have none."""
-    backbone.zero_grad()
-    x, t, y = probe.inputs()
-    x.requires_grad_()
-    out = backbone(x, t, y, routes=[route])
-    (out * torch.randn(out.shape, generator=make_generator("probe weight"))).sum().backward()
-    dropped = tuple(f"blocks.{i}." for i in idle)
-    for name, parameter in backbone.named_parameters():
-        grad = parameter.grad
-        if dropped and name.startswith(dropped):
-            assert grad is None or not grad.any(), f"{name} was dropped but gets a gradient"
-            continue
-        assert grad is not None, f"{name} gets no gradient under {type(route).__name__}"
-        assert torch.isfinite(grad).all(), f"the gradient of {name} is not finite"
-        assert grad.any(), f"the gradient of {name} is 0 under {type(route).__name__}"
-    assert x.grad is not None
-    assert (x.grad.abs().sum(dim=1) > 0).all(), "some pixels get no gradient"
-
-
 def gradients_equal_differences(backbone: Backbone, inputs: Inputs, routes: Sequence[Any]) -> None:
     """Assert that gradients agree with finite differences along three random directions of inputs
     and parameters. The backbone is converted to float64."""
