@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tread_zoo import enable_routing
+from tread_zoo.routing import Skip
 
 WIDTH = 8
 
@@ -383,6 +384,13 @@ def test_enabling_twice_is_an_error_until_disabled():
         enable_routing(network, extra=0)
     routes.disable()
     enable_routing(network, extra=0)
+
+
+def test_routes_that_overlap_are_refused(monkeypatch):
+    network, routes = routed()
+    monkeypatch.setattr(type(routes.method), "draw", lambda *_: (Skip(1, 3), Skip(2, 3)))
+    with pytest.raises(ValueError, match="disjoint"):
+        network(tokens())
 
 
 def test_parallel_plans_are_refused():

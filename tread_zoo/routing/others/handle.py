@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tread_zoo.contract.crossing import Crossing, check_crossings
+from tread_zoo.process_group import rank_and_number
 from tread_zoo.registry import create
 from tread_zoo.routing.method import Crossings, Method, Stack, Step
 from tread_zoo.routing.others.calls import Call, Frame
 from tread_zoo.routing.others.check import Verdict
 from tread_zoo.routing.others.families import FAMILIES, REFUSED, Arguments, Family
-from tread_zoo.routing.select import Ranked, Select, Skip, bypassed_tokens
+from tread_zoo.routing.select import Select, Skip, bypassed_tokens
 from tread_zoo.seeding import ImageGenerator, make_image_generator
 
 SLOT = "_token_routes"
@@ -223,8 +223,10 @@ class Routes:
         batch, device = len(x), x.device
         grid = self.grid or _find_grid(arguments, num_tokens) or (1, num_tokens)
         if grid[0] * grid[1] != num_tokens:
-            raise ValueError(f"grid={grid} is not of the {num_tokens} image tokens of this pass.")
-        first = batch * (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+            raise ValueError(
+                f"grid={grid} does not have the {num_tokens} image tokens of this pass."
+            )
+        first = batch * rank_and_number()[0]
         images = make_image_generator(
             "routes", step.seed, step.index, number, images=range(first, first + batch),
             device=device,
@@ -233,10 +235,9 @@ class Routes:
             images = ImageGenerator(
                 images.of_batch.keys.expand(batch).contiguous(), images.batch_key
             )
-        self.stack = self._stack(grid, x.shape[2])
-        stack = self.stack
+        stack = self.stack = self._stack(grid, x.shape[2])
         if self.kept is not None:
-            stack = self._stack(grid, x.shape[2], self._keep(batch, num_tokens, device))
+            stack = replace(stack, keep=self._keep(batch, num_tokens, device))
         with torch.no_grad():
             self.drawn = self.method.draw(stack, images, step)
         self.batch, self.device = batch, device
@@ -255,8 +256,8 @@ class Routes:
         kept = self.kept.to(device)
         return kept.any(dim=0, keepdim=True).expand(batch, -1) if self.shared else kept
 
-    def _stack(self, grid: tuple[int, int], width: int, keep: Tensor | None = None) -> Stack:
-        return Stack(self.num_blocks, grid, (width,), {}, (2, -2), "random", keep)
+    def _stack(self, grid: tuple[int, int], width: int) -> Stack:
+        return Stack(self.num_blocks, grid, (width,), {}, (2, -2))
 
     def _check_crossing(self, crossing: Crossing) -> None:
         """Raise `ValueError` if the network cannot run a crossing."""
@@ -270,10 +271,8 @@ class Routes:
                 f"{where}: a route of {self.title} must not run across block {inner[0]}, where "
                 "another list begins."
             )
-        by_state = not isinstance(crossing, Skip | Select | Ranked) or (
-            isinstance(crossing, Ranked) and not crossing.per_batch
-        )
-        if self.shared and by_state:
+        for_batch = isinstance(crossing, Skip | Select) or getattr(crossing, "per_batch", False)
+        if self.shared and not for_batch:
             raise ValueError(
                 f"{where} chooses tokens by the state of each image, and {self.title} takes one "
                 "choice for a whole batch: use a method that draws, as tread or random_ltd."
