@@ -265,8 +265,8 @@ class Method:
 
     @property
     def splits_loss(self) -> bool:
-        """Whether `loss` treats tokens differently; this needs a loss with one network call."""
-        return False
+        """Whether `loss` is the method's own; then the objective must call the network once."""
+        return type(self).loss is not Method.loss
 
     def check(self, stack: Stack) -> None:
         """Raise `ValueError` if the options do not fit the network."""

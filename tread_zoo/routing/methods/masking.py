@@ -60,10 +60,6 @@ class MicroDiT(Bypass):
             bypassed=bypassed_tokens(crossings, len(x), num_tokens, x.device),
         )  # fmt: skip
 
-    @property
-    def splits_loss(self) -> bool:
-        return True
-
 
 @register("routing", "maskdit")
 @dataclass(frozen=True, kw_only=True)
