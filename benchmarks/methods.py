@@ -1,12 +1,15 @@
-"""What does an option cost? The time of a training step with the option, over one without it.
+"""What does an option cost? The time of a training step, or of sampling, with it and without.
 
 python benchmarks/methods.py alignment=repa routing=maskdit 'objective=edm sampler=heun'
 python benchmarks/methods.py --base 'backbone=rwkv routing=none' routing=tread routing=random_ltd
 python benchmarks/methods.py --base backbone=kda_tiny kernels.kda=torch
+python benchmarks/methods.py --sampling --base backbone=mamba guidance=cfg guidance=sparse
 
 Each argument is a set of overrides of scripts/train.py, added to the overrides of --base. A step is
 all that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and
 the averaged weights. FLOPs count the loss and its gradient, as a mean over all steps of the run.
+With --sampling, a step samples one batch from an untrained network. "time over FLOPs" is 1 where an
+option that saves FLOPs saves as much time.
 """
 
 import argparse
@@ -16,7 +19,8 @@ from timing import report, take_turns
 
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import make_config
-from tread_zoo.evaluation.flops import mean_flops
+from tread_zoo.diffusion import default_labels, generate
+from tread_zoo.evaluation.flops import count_sampling, mean_flops
 from tread_zoo.kernels import set_forms
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 from tread_zoo.training.loop import optimize, step_flops
@@ -30,6 +34,7 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", help="sets of overrides, each one argument")
     parser.add_argument("--base", default="", help="overrides of all")
+    parser.add_argument("--sampling", action="store_true", help="time sampling, not training")
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
     device = resolve_device("auto")
@@ -37,7 +42,8 @@ def main() -> None:
     steps, flops = dict[str, Callable[[], None]](), dict[str, float]()
     for words in ("", *args.overrides):
         name = words or "base"
-        steps[name], flops[name] = make_step(f"{args.base} {words}".split())
+        make = make_sampling if args.sampling else make_step
+        steps[name], flops[name] = make(f"{args.base} {words}".split())
     report(take_turns(steps, args.rounds, device), flops)
 
 
@@ -57,6 +63,25 @@ def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
             average.update(setup.backbone, state.step, skipped)
 
     return step, mean_flops(step_flops(setup, setup.backbone))
+
+
+def make_sampling(overrides: list[str]) -> tuple[Callable[[], None], float]:
+    """Return a function that samples a batch with these settings, and its FLOPs an image."""
+    config = make_config(**compose_settings("train", overrides))
+    setup, device = build_setup(config), resolve_device(config.device)
+    precision = resolve_precision(config.training.precision, device)
+    backbone, numbers = setup.backbone.to(device).eval(), range(config.training.batch_size)
+    labels = default_labels(numbers, backbone.num_classes)
+
+    def sample() -> None:
+        set_forms(config.kernels)
+        generate(
+            backbone, setup.objective, setup.sampling, indices=numbers, labels=labels, seed=0,
+            batch_size=len(numbers), precision=precision, weak=setup.weak,
+        )  # fmt: skip
+
+    cost = count_sampling(backbone, setup.objective, setup.sampling, weak=setup.weak)
+    return sample, cost.flops
 
 
 if __name__ == "__main__":
