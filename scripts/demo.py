@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class DemoConfig:
-    """What tread-zoo demo shows.
+    """Settings of tread-zoo demo.
 
     Args:
         plugins, checkpoint, weights, device, precision, kernels: see `CheckpointConfig`.
         vae, text_encoder: folders of the autoencoder and of the text encoder; null are the run's.
-        port: of the page, http://127.0.0.1:PORT.
+        port: port of the page, http://127.0.0.1:PORT.
     """
 
     plugins: tuple[str, ...] = ()

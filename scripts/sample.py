@@ -204,7 +204,8 @@ def _names(
 def _open_folder(
     run: "Restored", codec: "Codec", config: SampleConfig, record: dict[str, Any]
 ) -> "SampleFolder":
-    """Return the folder of the images, `out` or one of the run's that these settings name."""
+    """Return the folder of the images: `out`, or a folder in the run's that is named by these
+    settings."""
     from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
 
     cost = {name: record[name] for name in ("nfe", "flops_per_image")}

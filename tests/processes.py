@@ -2,8 +2,9 @@
 
 A server imports other people's heavy libraries once and forks for each call (multiprocessing's
 forkserver). The process is a real one, with its own arguments, folder, environment, exit status and
-output, and imports all of this project anew. Two things differ from `python …`: what is in
-`PRELOADED` is there already, and atexit handlers do not run; tests of either take a fresh process.
+output, and imports all of this project anew. Two things differ from `python …`: the modules in
+`PRELOADED` are already imported, and atexit handlers do not run; tests of either take a fresh
+process.
 """
 
 import gc

@@ -36,7 +36,7 @@ def progress(
     Args:
         what: label of the bar.
         unit: suffix of the count, as in " images".
-        options: others of tqdm.
+        options: further options of tqdm.
     """
     if not shown or (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         return tqdm(items, disable=True)

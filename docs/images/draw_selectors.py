@@ -130,8 +130,8 @@ def draw_orders(side: int, path: Path) -> None:
 
 
 def draw_depth(side: int, rate: float, path: Path) -> None:
-    """Write which block sees which token of one image: a dark cell is a token in a block, a line
-    one that bypasses."""
+    """Draw which block sees which token of one image: a dark cell is a token in a block, a line is
+    a token that bypasses."""
     import matplotlib.pyplot as plt
 
     route = draw_route("random", 1, side, rate)

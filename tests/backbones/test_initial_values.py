@@ -11,7 +11,7 @@ READ_AS = {"step_bias": lambda b: F.softplus(b).log10(), "A_log": torch.exp, "de
 STEPS, ONES = ("step_bias", -2, 3**-0.5, -3, -1), (1, 0, 1, 1)  # steps: log-uniform
 SCAN = [STEPS, ("A_log", 2.5, 1.25**0.5, 1, 4), ("mixer.D", *ONES)]
 BOUND = (240 * 13) ** -0.5  # 1 / sqrt(fan_in · depth)
-TABLE = [  # of a parameter the mean, the deviation and, but for a normal distribution, the ends
+TABLE = [  # mean and deviation of a parameter and, unless it is normal, the ends
     ("mamba_tiny", {}, SCAN),
     ("zigma_tiny", {}, SCAN),
     ("mamba2_tiny", {"state_size": 8, "expand": 2, "head_size": 4},

@@ -85,7 +85,7 @@ def test_tokens_attend_within_their_window_dense_and_routed(size):
 
 
 def test_values_are_mixed_with_the_first_ones():
-    """Values are v + m (v_1 - v): at m = 1 those of the first block alone."""
+    """Values are v + m (v_1 - v): at m = 1, only the first block's values."""
     attention, plain = mixer(value_residual=True, index=1), mixer()
     plain.load_state_dict(attention.state_dict(), strict=False)
     x, first, layout = torch.randn(1, 3, 32).double(), torch.randn(32).double(), Layout((1, 3), 0)

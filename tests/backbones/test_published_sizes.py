@@ -19,7 +19,7 @@ PUBLISHED = [
     ("lightning_dit_b_1", 130.6, LATENTS),
     ("lightning_dit_xl_1", 675.3, LATENTS),
     # U-ViT predicts the noise alone, ZigMa the velocity. The published U-ViT-S is the unconditional
-    # one of CIFAR-10 and CelebA: with 1000 labels and their token it has 44.77.
+    # one for CIFAR-10 and CelebA: with 1000 labels and their token it has 44.77.
     ("uvit_s_2", 44.3, NO_LABELS),
     ("uvit_s_2", 44.7, {**NO_LABELS, "context_length": 77, "context_size": 768}),  # MS-COCO: 45
     ("uvit_m_2", 130.9, ONE_OUTPUT),

@@ -1,4 +1,4 @@
-"""Contexts beside images and in latents: what is read, how it is filled up, and what is refused."""
+"""Contexts beside images and in latents: reading, padding and errors."""
 
 import pickle
 

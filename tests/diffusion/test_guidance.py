@@ -134,7 +134,8 @@ def test_all_parts_together_are_the_formula(level, done):
     ],
 )  # fmt: skip
 def test_other_channels_are_not_guided(kind):
-    """The first are as with all guided, the others those of the condition without guidance."""
+    """The first channels equal those of full guidance; the other channels equal the unguided
+    prediction."""
     batch, level = batch_of(FlowMatching(), levels=torch.tensor([1, 0.5, 0.25, 0])), LEVEL
     some, every, none = (
         guidance.dx_dt(batch)(X, level) for guidance in (kind(channels=2), kind(), NoGuidance())

@@ -47,7 +47,7 @@ def _network(name="dit_tiny", **options):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_takes_the_other_end_of_a_span(name):
-    """At r = t the output is that at t, to the bit; below, another."""
+    """At r = t the output equals the output at t, to the bit; below, another."""
     backbone, t, y = _network(name), torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0, 1, 10])
     x = torch.randn(3, *SHAPE[1:], generator=make_generator("test", 3))
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_guidance_inside_the_target():
 
 
 def test_held_out_losses_of_other_targets_compare():
-    """They are those of flow matching, whatever the target and its weight."""
+    """They are flow matching's levels, whatever the target and its weight."""
     one, other = (parts_of(settings("objective=mean_flow", *more)) for more in ([], [
         "objective.derivative=exact", "objective.loss_power=0", "objective.equal_fraction=0.5",
         "objective.guidance_scale=2", "objective.guidance_mix=0.5",

@@ -79,7 +79,7 @@ def test_a_token_s_time_is_distributed_as_an_image_s():
 
 
 def test_training(tmp_path):
-    """Routed and aligned to nothing: the draws are those of the step, and the run ends."""
+    """Routed, without alignment: the draws belong to the step, and the run ends."""
     overrides = ("objective.second_level_fraction=0.25", "routing=tread")
     setup = parts_of(settings(*overrides))
     batch = next(setup.batches(0, 1, 0))

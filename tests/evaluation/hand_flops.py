@@ -106,14 +106,14 @@ def mamba(N, p, q, *, D, depth, S, rank, taps=4, **rest):
 
 
 def mamba2(N, p, q, *, D, depth, expand, S, P, taps=4, **rest):
-    """The chunked dual (arXiv 2405.21060, section 6): within a chunk of Q steps the scores C Bᵀ,
-    one for all heads of a direction, and their product with the inputs; between chunks the state
-    that a chunk leaves and what it gives to the next. The recurrence step by step would be 5 a
-    token, channel and state; no form of the scan computes it so.
+    """The chunked dual (arXiv 2405.21060, section 6). Within a chunk of Q steps: the scores C Bᵀ,
+    shared by all heads of a direction, and their product with the inputs. Between chunks: the
+    state after a chunk, and its effect on the next chunk. Step by step, the recurrence would cost
+    5 per token, channel and state; no form computes it in that way.
 
-    Backward: the scores again and two gradients of them; of each product two; with the states five
-    products (two with their own gradient, two for B and C, and what they give again); and for the
-    decays a sum over all pairs that a step lies between, a product with ones [Q, Q] a head.
+    Backward: the scores again and their two gradients; two products for each product; five products
+    with the states (two for the states' gradient, two for B and C, and the effect again); and for
+    the decays a sum over all pairs around a step, a product with ones [Q, Q] per head.
     """
     inner = expand * D
     heads = inner // P

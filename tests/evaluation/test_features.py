@@ -98,7 +98,7 @@ def test_dinov2_runs_from_the_hub_folder(tmp_path, monkeypatch):
     record = score(grey, grey, ["kid"], extractor="dinov2-vit-l-14")
     assert "to 224x224" in record["protocol"]["resize"]
     network = find_extractor("dinov2-vit-l-14").load(["pooled", "feature_map"], CPU)
-    # white, normalised, in every pixel: the mean of each half is the pixel itself
+    # normalised white in every pixel, so the mean of each half is the pixel itself
     white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     expected = weight @ white + weight.flip(0) @ white
     pooled = network(torch.full((2, 1, 8, 8), 255, dtype=torch.uint8))["pooled"]

@@ -139,7 +139,7 @@ def run(form: Callable, inputs: list[Tensor], *tokens: Any) -> list[Tensor]:
 
 
 def by_pairs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, same: Tensor | None = None) -> Tensor:
-    """Return Σ_{j <= i} Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic) v_j, j of those that are the same;
+    """Return Σ_{j <= i} Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic) v_j over the j in the segment of i;
     q, k and g [B, L, H, K], or g [B, L, H, 1]."""
     seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
     seen = (seen if same is None else seen & same)[..., None, None]

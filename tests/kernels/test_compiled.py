@@ -127,7 +127,7 @@ def test_opcheck(op) -> None:
     torch.library.opcheck(forward.default, (*inputs, *rest))
     values = [x.detach() for x in inputs]
     backward = getattr(torch.ops.tread_zoo, f"{name}_backward").default
-    made = forward(*values, *rest)  # its backward pass does without the output, but for the WKV's
+    made = forward(*values, *rest)  # only the WKV's backward pass needs the output
     kept = made if op.name == "bidirectional_wkv" else made[1:]
     torch.library.opcheck(backward, (made[0], *kept, *values, *rest))
 
@@ -283,7 +283,7 @@ def _behind_link(path: Path) -> None:
 def test_code_that_another_user_could_plant_is_not_run(
     tmp_path, monkeypatch, caplog, cc, source, spoil, which
 ) -> None:
-    """The planted library has every name and checksum right: a compiler of theirs made it."""
+    """The planted library has the right name and checksum; another user's compiler made it."""
     real, mark = next(filter(None, map(shutil.which, COMPILERS))), tmp_path / "mark"
     monkeypatch.setenv("MARK", str(mark))
     path = os.environ["PATH"]

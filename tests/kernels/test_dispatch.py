@@ -1,4 +1,4 @@
-"""The choice of a form: what is chosen, what is set by hand, and what is said about it."""
+"""The choice of a form: automatic, by hand, and its explanation."""
 
 import dataclasses
 import itertools

@@ -1,5 +1,5 @@
 """The naive forms equal their formulas, written out in another way: as sums over pairs of tokens,
-or as products of transitions. The scan's gaps are those of its formula in every form."""
+or as products of transitions. The scan's gaps follow its formula in every form."""
 
 import pytest
 import torch

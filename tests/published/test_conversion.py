@@ -169,7 +169,7 @@ def test_dit_sit_and_tread_equal_their_formula(tmp_path, name, t, fed, sign):
 
 
 def zigma_by_formula(w, x, t, y):
-    """On a grid of 4 x 4, numbered row by row; the paths are those of its zigzagN8."""
+    """On a grid of 4 x 4, numbered row by row; the paths are ZigMa's zigzagN8."""
     width, grid = len(w["norm_f.weight"]), torch.arange(16).view(4, 4)
     paths = [
         torch.cat([row.flip(0) if i % 2 else row for i, row in enumerate(places)])

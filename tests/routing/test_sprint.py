@@ -80,7 +80,7 @@ def test_flops_of_a_fusion_are_those_of_its_products(name):
 @pytest.mark.parametrize("absent", ["zero", "token"])
 @pytest.mark.parametrize("name", SHALLOW)
 def test_the_map_starts_at_the_mean_of_both_ends(name, absent):
-    """Of a dropped path, that of the dense streams and of what stands for them."""
+    """For a dropped path: of the dense streams, and of their replacement."""
     probe = probe_of(name)
     backbone = probe.build_routed(sprint(absent=absent), fresh=True)
     for routes in ([Skip(1, 2)], []):

@@ -177,7 +177,7 @@ class ReadsAValue(Plain):
 
 
 class SharesItsMap(Sprint):
-    """Every network fuses by the weights of the first."""
+    """Every network fuses with the weights of the first network."""
 
     def build(self, stack):
         module = Shared(stack.span(), stack.widths, self.absent)

@@ -136,7 +136,8 @@ SELF = ("alignment=self_flow", "alignment.hidden_size=16", "routing.start=1", "r
 
 @pytest.mark.parametrize("second_level_fraction", [0, 0.5])
 def test_the_averaged_network_is_the_encoder(second_level_fraction):
-    """Kept tokens of a block are held to those of a later one at the cleaner time, by their ids."""
+    """Kept tokens of a block are compared, by their ids, with a later block's tokens at the
+    cleaner time."""
     setup = parts_of(settings(*SELF, f"objective.second_level_fraction={second_level_fraction}"))
     teacher = parts_of(settings("seed=1")).backbone
     with torch.no_grad():
@@ -176,7 +177,8 @@ def test_the_data_go_on_where_they_were_after_the_alignment_has_stopped(table):
 
 
 def test_the_teacher_is_the_average_of_the_weights(run):
-    """One that follows the weights at once teaches other features than one that lags."""
+    """An average that follows the weights at once teaches other features than an average that
+    lags."""
     given = (*SELF, "training.log_every=1", "training.num_steps=3", "evaluation.metrics=[]")
     terms = [
         [row["alignment_loss"] for row in read_metrics(run(name, *given, decay)) if "loss" in row]

@@ -52,7 +52,7 @@ def numbers(folder):
 
 
 def assert_same_run(one, other, num_steps, atol=1e-5, more=()):
-    """Check that two runs went the same way, and left the same but for rounding.
+    """Check that two runs took equal steps, and wrote equal files up to rounding.
 
     Weights are compared by their distance, not number by number: the bias of keys has no gradient
     but rounding, which Adam scales up.

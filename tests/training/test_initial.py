@@ -34,7 +34,7 @@ def assert_carried(source, run, *fresh):
 
 
 def imported(folder, **sizes):
-    """Return the folder of a DiT of theirs for images of 8x8."""
+    """Return the folder of an imported DiT for images of 8x8."""
     sizes = {"channels": 1, "rows": 11, "sigma": False, "width": 32, "depth": 4, **sizes}
     torch.save(theirs("sit", **sizes), folder.with_suffix(".pt"))
     import_checkpoint(folder.with_suffix(".pt"), folder, format="sit", num_heads=2)

@@ -1,4 +1,4 @@
-"""A run that is killed at random moments and resumed ends as one that never was, to the bit."""
+"""A run that is killed at random moments and resumed ends like an unbroken run, to the bit."""
 
 import logging
 import multiprocessing

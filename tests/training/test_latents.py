@@ -32,7 +32,7 @@ def write_moments(folder, factor=1.0):
 
 
 def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
-    """Levels, noise, labels and kept ids are those of data that draw nothing themselves."""
+    """Levels, noise, labels and kept ids equal those for data without random numbers of its own."""
     more = ["training.horizontal_flip=true", "training.label_dropout=0.4"]
     setup = parts_of(settings(*write_moments(tmp_path), *more))
     stored, labels = next(setup.batches())

@@ -232,7 +232,7 @@ def test_side_files_that_are_damaged_do_not_keep_a_run_from_going_on(in_two_part
 
 
 def test_resuming_a_finished_run_changes_nothing(in_two_parts, copy_of):
-    """Steps that are not given are the run's own, not those of the recipe."""
+    """If steps are not given, the run keeps its own number, not the recipe's."""
     folder = copy_of(in_two_parts)
     train_small(folder, "lr_schedule=constant", "resume=latest", training={"num_steps": "auto"})
     assert_same_end(folder, in_two_parts)
@@ -302,7 +302,7 @@ def test_a_run_taken_up_in_its_middle_drops_what_came_after(in_two_parts, copy_o
     folder = copy_of(in_two_parts)
     middle = f"resume={folder / 'checkpoints' / 'step_00000003'}"
     train_small(folder, "lr_schedule=constant", "training.num_steps=5", middle)
-    assert find_checkpoint(folder).step == 5  # the newest, that of step 6 is gone
+    assert find_checkpoint(folder).step == 5  # the newest: step 6 is gone
 
 
 def test_data_that_grew_are_noticed(in_two_parts, caplog):

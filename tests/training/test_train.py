@@ -334,7 +334,7 @@ def test_forms_set_by_hand_run_and_are_refused_by_name(run):
 
 @pytest.mark.parametrize("backbone", ["dit", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
-    """Captured, not translated: what is compiled and resumed is what counts here."""
+    """Graphs are captured, not translated, which suffices to test compiling and resuming."""
     from tread_zoo.training import setup
 
     monkeypatch.setattr(setup, "COMPILE_BACKEND", "eager")

@@ -84,8 +84,8 @@ class SGDThatSkips:
 
 
 def trace(monkeypatch, *overrides):
-    """Do an optimizer step, in which tables are copied that later ones share, and another one that
-    may copy nothing."""
+    """Do one optimizer step, which may copy tables that later steps share, and a second step,
+    which may copy nothing."""
     setup = parts_of(settings("optimizer=sgd_that_skips_for_tests", *overrides))
     accelerator = make_accelerator(setup, torch.device("cpu"), "fp32")
     for shared in (accelerator.state, PartialState()):

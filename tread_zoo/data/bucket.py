@@ -89,8 +89,8 @@ class BucketTable:
         return bytearray(table.column(column)[row - first].as_buffer())
 
     def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a permutation int64 [N] of `rows` [N] in which those of a part are near to each
-        other."""
+        """Return a permutation int64 [N] of `rows` [N] in which the rows of a part are close
+        together."""
         parts = torch.bucketize(rows, torch.tensor(self.ends), right=True)
         used, indices = parts.unique(return_inverse=True)
         positions = torch.randperm(len(used), generator=generator).double()

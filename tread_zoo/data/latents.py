@@ -304,7 +304,7 @@ def _normalize(
 class LocalTable:
     """Rows of a table on a disk, memory-mapped."""
 
-    digest = ""  # items are compared
+    digest = ""  # empty: then items are compared
 
     def __init__(self, path: str):
         self.root = Path(path).expanduser()

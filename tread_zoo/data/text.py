@@ -286,7 +286,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
 
 
 def _caption(part: Any, index: int) -> str:
-    """Return a caption, "" for one that cannot be read, which is reported when it is encoded."""
+    """Return a caption, or "" if it cannot be read, which is reported when the item is encoded."""
     try:
         return str(part.caption(index))
     except ValueError:

@@ -7,7 +7,7 @@ A level t is sigma for EDM and DDPM and the time for flow matching. It grows wit
 is clean data. The probability-flow ODE is written in the level itself: dx/dt is dx/dsigma for EDM.
 Most samplers need nothing else; some also use `signal` and `noise`: x_t = signal(t) x + noise(t) n.
 
-Dimensions: B batch, C channels of the data, C_out channels of the network (C or 2C), H height,
+Dimensions: B batch, C data channels, C_out output channels of the network (C or 2C), H height,
 W width.
 """
 

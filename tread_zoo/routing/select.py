@@ -153,7 +153,7 @@ def check_trained(
     """Return crossings for a network whose weights were trained to end one range of blocks.
 
     Raises:
-        ValueError: a crossing is no `Skip`, and of none of `kinds` or over another range.
+        ValueError: a crossing is neither a `Skip` nor one of `kinds`, or has another range.
     """
     for each in crossings:
         fits = isinstance(each, kinds) and (each.start, each.end) == span

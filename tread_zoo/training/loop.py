@@ -154,9 +154,9 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
 def sample_and_score(
     state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = False
 ) -> int:
-    """Write the samples and the score that are due after `state.step`; if `resumed`, those that a
-    signal or a crash prevented. A signal interrupts the work. Return the signal that any rank
-    received meanwhile, or 0. Every rank must call this."""
+    """Write the samples and the score that are due after `state.step`; if `resumed`, only samples
+    and scores that a signal or a crash prevented. A signal interrupts the work. Return the signal
+    that any rank received meanwhile, or 0. Every rank must call this."""
     samples, score = log.due(state.step, resumed=resumed)
     if not (samples or score):
         return 0

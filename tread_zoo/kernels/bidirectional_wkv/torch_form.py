@@ -18,8 +18,9 @@ the quotient's two parts and f_t = exp(u + k_t - r_t),
     (∂v_t, x_t) = Σ_directions in_t + f_t g_t,           ∂k_t = v_t ∂v_t + x_t
     ∂u = Σ f_t (v_t, 1) · g_t,   ∂s = - Σ d_t q_t + (d_t - 1) (v_t, 1) · in_t
 
-No gradient passes through m and r: they cancel. All steps share each operation but those of the
-recurrences of m, h and G, four a step for both directions. Only the inputs are kept for it.
+No gradient passes through m and r: they cancel. Each operation runs once for all steps, except the
+recurrences of m, h and G, which take four per step for both directions. Only the inputs are kept
+for it.
 
 Dimensions: B batch, L length, C channels, R rows of the batch done at a time. Tensors are
 time-major: [L, 2, R, C] with the direction second, the backward one in its own time, last first.
@@ -245,7 +246,7 @@ def _lend(memory: _Memory, inputs: _Inputs, count: int) -> _Scan:
 
 
 def _both_ways(x: Tensor) -> Tensor:
-    """[L, R, C] -> [L, 2, R, C]: as it is, and last first."""
+    """Return x [L, R, C] as [L, 2, R, C]: forwards, then backwards."""
     return torch.stack([x, x.flip(0)], dim=1)
 
 

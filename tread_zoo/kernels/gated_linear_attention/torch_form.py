@@ -98,7 +98,8 @@ def _gradients(
     states: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and log_decay for that of o, of inputs [T, r, Q, F]."""
+    """Return the gradients of q, k, v and log_decay, given the gradient of o; inputs are [T, r, Q,
+    F]."""
     levels, since, until = _decays(log_decay)
     gw, gv = grad @ v.mT, weights.mT @ grad
     own = gw.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)

@@ -2,7 +2,7 @@
 
 Autograd keeps the inputs and, as in the torch form, the states before every CHUNK steps. From these
 the backward pass recomputes the states of all steps. It runs on one thread. The gradients of B
-and C are added block by block, those of A and D row by row: the same bits in every run.
+and C are added block by block, the gradients of A and D row by row: the same bits in every run.
 
 Dimensions: B batch, L length, D channels, N states, G groups, P = D / G channels of a group.
 """

@@ -131,7 +131,8 @@ def _backward_tile(
 ) -> None:
     """Recompute a tile, run its recurrence backwards, and write or add its gradients.
 
-    `carry` is a_{t+1} g_{t+1} of the step after the tile; it becomes that of the tile's first step.
+    `carry` is a_{t+1} g_{t+1} of the step after the tile; it becomes the value for the tile's
+    first step.
     """
     a, h, g = buffers
     gu, gd, gB, gC, gA, gD = grads

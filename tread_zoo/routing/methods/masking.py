@@ -64,7 +64,7 @@ class MicroDiT(Bypass):
 @register("routing", "maskdit")
 @dataclass(frozen=True, kw_only=True)
 class MaskDiT(MicroDiT):
-    """Learned tokens replace those that bypass, which have a reconstruction loss (MaskDiT).
+    """Learned tokens replace the tokens that bypass, which have a reconstruction loss (MaskDiT).
 
     arXiv 2306.09305. One learned token per grid position replaces the paper's mask token plus fixed
     positions. By default the middle blocks are the encoder; in the paper, all but the last eight
