@@ -10,9 +10,9 @@
     create("selector", {"name": "checkerboard", "parity": 1})
 
 The options of a part are the fields of its dataclass, the keywords of its constructor, or the
-keyword-only parameters of its function; a data source is a function all of whose parameters are
-options. `create` checks values against the annotations, as pydantic does, with
-`Annotated[..., Field(...)]` for ranges.
+keyword-only parameters of its function. A data source is a dataclass with a method `load`, or a
+function all of whose parameters are options. `create` checks values against the annotations, as
+pydantic does, with `Annotated[..., Field(...)]` for ranges.
 
 Other projects add parts by the entry-point group `tread_zoo.plugins`, whose values are modules that
 register parts when imported, or by `plugins=[my_module]`.
@@ -121,12 +121,6 @@ class Entry:
             ValueError: an option is unknown or missing, or a value is wrong.
         """
         where = field or self.kind
-        if options and not self.parameters():
-            others = [name for name in available(self.kind) if name != self.name]
-            raise ValueError(
-                f"{where}.{next(iter(options))} is no setting, because {where}={self.name} has "
-                f"none: set {where}={' or '.join(others)}."
-            )
         for option in [key for key in options if key not in self.parameters()]:
             if holders := self._others_with(option):
                 raise ValueError(
@@ -168,7 +162,8 @@ class Entry:
                 f"{field or self.kind}.path again."
             )
         try:
-            return self.target(**values)
+            made = self.target(**values)
+            return made.load() if self.kind == "data" and inspect.isclass(self.target) else made
         except OSError as error:
             named = isinstance(path, str) and "://" not in path  # a path, not a bucket
             if named and not Path(str(path)).expanduser().exists():

@@ -101,23 +101,103 @@ class PictureTable(TableDataset):
 # Sources ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Options of all sources of pictures.
+
+    Args:
+        image_size: side of the square that pictures are resized to, or height and width, as in
+            [256,384]; null: all pictures must have one size.
+        channels: 1 (grey) or 3 (RGB).
+        held_out: fraction held out, the same pictures in every run.
+        num_classes: None takes the number from the labels; 0 drops the labels.
+        caption_column: where the captions are; None looks for a column named caption, captions,
+            text, prompt or txt.
+        text_encoder: CLIP's text encoder or T5's, a folder or a name on the hub, whose contexts of
+            the captions take the place of the labels. They are computed once, into the cache
+            folder, which suits small data; for more see tread-zoo encode.
+        text_length: embeddings per caption; longer captions are cut. None takes the length of the
+            longest caption, at most 77.
+        context_length: number of embeddings per image, filled up with zeros; None is the largest
+            number.
+        background: colour behind transparent pictures, a name or #rrggbb.
+        crop: center cuts off what is beyond image_size; pad shows the whole picture on
+            `background`.
+    """
+
+    image_size: PositiveInt | Size | None = None
+    channels: Literal[1, 3] = 3
+    held_out: Fraction | None = 0.1
+    num_classes: NonNegativeInt | None = None
+    caption_column: str | None = None
+    text_encoder: str | None = None
+    text_length: PositiveInt | None = None
+    context_length: PositiveInt | None = None
+    background: str = "white"
+    crop: Crop = "center"
+
+    def load(self) -> ImageData:
+        """Return the data."""
+        raise NotImplementedError
+
+    def data_of(
+        self,
+        name: str,
+        tables: list["datasets.Dataset"],
+        image_columns: Sequence[str] | None,
+        label_column: str | None,
+        context_column: str | None,
+        caption_column: str | None,
+        caption_key: str = "",
+    ) -> ImageData:
+        """Return the data of a training table and perhaps a test table. A row's picture is in the
+        first of `image_columns` that is not null; for `caption_key` see `Captions`."""
+        import datasets
+
+        colour = read_colour(self.background)
+        columns = [n for n in tables[0].features if all(n in t.features for t in tables)]
+        table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
+        image_columns, context = image_columns or (_image_column(table),), None
+        used = {column: f"image{number or ''}" for number, column in enumerate(image_columns)}
+        num_classes = self.num_classes
+        if context_column is not None:
+            if num_classes:
+                raise ValueError(f"data.num_classes={num_classes} and contexts exclude each other.")
+            num_classes, used[context_column] = 0, "context"
+        column = captions = None
+        if context_column is None:
+            column = find_captions(table, name, caption_column, {*used, label_column or ""})
+        if column is not None:
+            captions = Captions(table.select_columns([column]), caption_key)
+        others = used if column is None else {**used, column: "caption"}
+        labels, names = _read_labels(table, label_column, others, num_classes, name)
+        table = table.select_columns(list(used)).rename_columns(used)
+        # Pictures are decoded when they are read, so that a corrupt one costs one item.
+        pictures = set(used.values()) - {"context"}
+        for column in pictures:
+            table = table.cast_column(column, datasets.Image(decode=False))
+        if context_column is not None:
+            table = table.with_format("numpy", columns=["context"], output_all_columns=True)
+            context = context_shape(table, "context", self.context_length)
+        size = self.image_size
+        size = (size, size) if isinstance(size, int) else size
+        shape = _survey(table.select_columns([*pictures]), name, size, self.background)
+        items = PictureTable(
+            table, labels, context, size, self.channels, shape, colour, self.crop, captions
+        )
+        data = split_data(
+            name, items, len(tables[0]), self.held_out, names,
+            image_size=shape, channels=self.channels, context=context,
+        )  # fmt: skip
+        if self.text_encoder is None:
+            return data
+        return with_contexts(data, self.text_encoder, self.text_length)
+
+
 @register("data", "image_folder")
-def image_folder(
-    path: str,
-    image_size: PositiveInt | Size | None = None,
-    channels: Literal[1, 3] = 3,
-    held_out: Fraction = 0.1,
-    num_classes: NonNegativeInt | None = None,
-    label_column: str | None = None,
-    caption_column: str | None = None,
-    text_encoder: str | None = None,
-    text_length: PositiveInt | None = None,
-    context: str | None = None,
-    context_length: PositiveInt | None = None,
-    background: str = "white",
-    crop: Crop = "center",
-) -> ImageData:
-    """Return the pictures under a folder.
+@dataclass(frozen=True, kw_only=True)
+class ImageFolder(Pictures):
+    """The pictures under a folder.
 
     Args:
         path: a folder. Its sub-folders, sorted by name, are the classes, with all pictures in them
@@ -125,76 +205,49 @@ def image_folder(
             are ignored, and a folder that links lead to is read once. It may have a metadata.csv or
             metadata.jsonl, with a row for each picture and its path as file_name, or EDM's
             dataset.json.
-        image_size: side of the square that pictures are resized to, or height and width, as in
-            [256,384]; null: all pictures must have one size.
-        channels: 1 (grey) or 3 (RGB).
-        held_out: fraction held out, the same files in every run.
-        num_classes: None is the number of classes; 0 drops the labels.
         label_column: column of the metadata; None takes one named label, labels, class, cls or
-            target, or else the sub-folders.
+            target, or the sub-folders.
         caption_column: column of the metadata, or txt, which is cat.txt beside cat.png; None takes
-            one named caption, captions, text or prompt, or else txt.
-        text_encoder: CLIP's text encoder or T5's, a folder or a name on the hub, whose contexts of
-            the captions take the place of the labels. They are computed once, into the cache
-            folder, which suits small data; for more see tread-zoo encode.
-        text_length: embeddings per caption, of which longer ones are cut; None is the number of the
-            longest caption, 77 at most.
+            the first of these that exists.
         context: suffix of the files of embeddings, which take the place of the labels:
             `context.npy` finds cat.context.npy beside cat.png.
-        context_length: number of embeddings per image, filled up with zeros; None is the largest
-            number.
-        background: colour behind transparent pictures, a name or #rrggbb.
-        crop: center cuts off what is beyond image_size; pad shows the whole picture on
-            `background`.
     """
-    import datasets
-    from pyarrow import ArrowInvalid, ArrowTypeError
 
-    root, column = Path(path).expanduser(), None if context is None else "context"
-    rows = folder_rows(root)
-    own_labels = label_column or {*COLUMNS} & {name for row in rows.values() for name in row}
-    labelled = num_classes != 0 and not own_labels
-    files, labels, names = find_classes(root, context, labelled=labelled)
-    columns = {**columns_of(rows, root, files), "image": files}
-    stems = [os.path.splitext(file)[0] for file in files]
-    if context is not None:
-        columns["context"] = [f"{stem}.{context.lstrip('.')}" for stem in stems]
-    elif any(os.path.exists(f"{stems[i]}.txt") for i in evenly_spaced(len(stems), _MEASURED)):
-        columns["txt"] = [{"path": f"{stem}.txt"} for stem in stems]
-    try:
-        table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
-    except (ArrowInvalid, ArrowTypeError) as error:
-        raise ValueError(f"{root}: a column of the metadata has several types: {error}") from error
-    if names and not own_labels:
-        table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
-    name = f"{root.name}/"  # no built-in source is called so
-    return _picture_data(
-        name, [table], image_size, channels, held_out, num_classes, column, context_length,
-        background, crop, ("image",), label_column, caption_column, "", text_encoder, text_length,
-    )  # fmt: skip
+    path: str
+    label_column: str | None = None
+    context: str | None = None
+
+    def load(self) -> ImageData:
+        import datasets
+        from pyarrow import ArrowInvalid, ArrowTypeError
+
+        root, context = Path(self.path).expanduser(), self.context
+        rows = folder_rows(root)
+        own_labels = self.label_column or {*COLUMNS} & {name for r in rows.values() for name in r}
+        labelled = self.num_classes != 0 and not own_labels
+        files, labels, names = find_classes(root, context, labelled=labelled)
+        columns = {**columns_of(rows, root, files), "image": files}
+        stems = [os.path.splitext(file)[0] for file in files]
+        if context is not None:
+            columns["context"] = [f"{stem}.{context.lstrip('.')}" for stem in stems]
+        elif any(os.path.exists(f"{stems[i]}.txt") for i in evenly_spaced(len(stems), _MEASURED)):
+            columns["txt"] = [{"path": f"{stem}.txt"} for stem in stems]
+        try:
+            table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+        except (ArrowInvalid, ArrowTypeError) as error:
+            raise ValueError(f"{root}: metadata with a column of several types: {error}") from error
+        if names and not own_labels:
+            table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
+        return self.data_of(
+            f"{root.name}/",  # no built-in source is called so
+            [table], ["image"], self.label_column, context and "context", self.caption_column,
+        )  # fmt: skip
 
 
 @register("data", "hf")
-def hf(
-    path: str,
-    config: str | None = None,
-    split: str | None = None,
-    test_split: str | None = None,
-    held_out: Fraction | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    num_classes: NonNegativeInt | None = None,
-    image_size: PositiveInt | Size | None = None,
-    channels: Literal[1, 3] = 3,
-    caption_column: str | None = None,
-    text_encoder: str | None = None,
-    text_length: PositiveInt | None = None,
-    context_column: str | None = None,
-    context_length: PositiveInt | None = None,
-    background: str = "white",
-    crop: Crop = "center",
-) -> ImageData:
-    """Return a data set that the `datasets` library reads, downloaded and memory-mapped.
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Pictures):
+    """A data set that the `datasets` library reads, downloaded and memory-mapped.
 
     Args:
         path: a folder from `save_to_disk`, a folder of parquet files or pictures, or a name on the
@@ -208,25 +261,29 @@ def hf(
         image_column: None finds the only column of pictures.
         label_column: integers or words; None finds a column named label, labels, class, cls or
             target, or the only one of class labels; without any the pictures are unlabelled.
-        num_classes: None takes the number from the label column; 0 drops the labels.
-        image_size, channels: see `image_folder`.
-        caption_column: texts, or lists of which the first is taken; None takes a column named
-            caption, captions, text, prompt or txt. See `image_folder`.
-        text_encoder, text_length: as of `image_folder`.
         context_column: an embedding or a list of them per row, which take the place of the labels.
-        context_length, background, crop: see `image_folder`.
     """
-    folder = Path(path).expanduser()
-    if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
-        raise FileNotFoundError(errno.ENOENT, "No such folder", path)  # nor a name on the hub
-    name = folder.resolve().name if folder.exists() else path
-    place = str(folder) if folder.exists() else path
-    tables = _load_splits(place, config, split, test_split, held_out)
-    return _picture_data(
-        f"hf:{name}", tables, image_size, channels, held_out, num_classes, context_column,
-        context_length, background, crop, image_column and (image_column,), label_column,
-        caption_column, "", text_encoder, text_length,
-    )  # fmt: skip
+
+    path: str
+    config: str | None = None
+    split: str | None = None
+    test_split: str | None = None
+    held_out: Fraction | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    context_column: str | None = None
+
+    def load(self) -> ImageData:
+        path, folder = self.path, Path(self.path).expanduser()
+        if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+            raise FileNotFoundError(errno.ENOENT, "No such folder", path)  # nor a name on the hub
+        name = folder.resolve().name if folder.exists() else path
+        place = str(folder) if folder.exists() else path
+        tables = _load_splits(place, self.config, self.split, self.test_split, self.held_out)
+        return self.data_of(
+            f"hf:{name}", tables, self.image_column and [self.image_column], self.label_column,
+            self.context_column, self.caption_column,
+        )  # fmt: skip
 
 
 def _load_splits(
@@ -257,57 +314,43 @@ def _load_splits(
 
 
 @register("data", "webdataset")
-def webdataset(
-    path: str,
-    image_size: PositiveInt | Size | None = None,
-    channels: Literal[1, 3] = 3,
-    held_out: Fraction = 0.1,
-    num_classes: NonNegativeInt | None = None,
-    caption_column: str | None = None,
-    text_encoder: str | None = None,
-    text_length: PositiveInt | None = None,
-    context: str | None = None,
-    context_length: PositiveInt | None = None,
-    background: str = "white",
-    crop: Crop = "center",
-) -> ImageData:
-    """Return the pictures in tar shards, which `datasets` copies once into its cache.
+@dataclass(frozen=True, kw_only=True)
+class WebDataset(Pictures):
+    """Pictures in tar shards, which `datasets` copies once into its cache.
 
     Args:
         path: a folder of .tar files, one file, or a pattern, `train-{000..127}.tar` or
             `train-*.tar`; also a URL that fsspec opens. A sample is a picture and perhaps a label,
             `.cls`, and a caption, `.txt` or a value in `.json`.
-        image_size, channels: see `image_folder`.
-        held_out: fraction held out, the same samples in every run.
         num_classes: None is the largest label + 1; 0 drops the labels.
-        caption_column: txt, or a key of `.json`; None takes txt, or else a key named caption,
-            captions, text or prompt. See `image_folder`.
-        text_encoder, text_length: as of `image_folder`.
+        caption_column: txt, or a key of `.json`; None takes txt, or a key named caption, captions,
+            text or prompt.
         context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
-        context_length, background, crop: see `image_folder`.
     """
-    import datasets
 
-    where = os.path.expanduser(path)
-    files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
-    table = _read_shards(files, path)
-    whole = [c for c in table.features if table.data.column(c).null_count < len(table)]
-    table = table.select_columns(whole)
-    pictures = [n for n, kind in table.features.items() if isinstance(kind, datasets.Image)]
-    labels = "cls" in whole and context is None
-    if "txt" in whole and caption_column in (None, "txt"):
-        key = ""
-    else:
-        key = caption_key(table, caption_column)
-    if "json" in whole and not key:
-        table = table.remove_columns("json")
-    return _picture_data(
-        f"{Path(without_credentials(path)).name}:tar", [table], image_size, channels, held_out,
-        num_classes, context, context_length, background, crop, pictures,
-        label_column="cls" if labels else None,
-        caption_column="json" if key else None, caption_key=key, text_encoder=text_encoder,
-        text_length=text_length,
-    )  # fmt: skip
+    path: str
+    context: str | None = None
+
+    def load(self) -> ImageData:
+        import datasets
+
+        where = os.path.expanduser(self.path)
+        files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
+        table = _read_shards(files, self.path)
+        whole = [c for c in table.features if table.data.column(c).null_count < len(table)]
+        table = table.select_columns(whole)
+        pictures = [n for n, kind in table.features.items() if isinstance(kind, datasets.Image)]
+        if "txt" in whole and self.caption_column in (None, "txt"):
+            key = ""
+        else:
+            key = caption_key(table, self.caption_column)
+        if "json" in whole and not key:
+            table = table.remove_columns("json")
+        return self.data_of(
+            f"{Path(without_credentials(self.path)).name}:tar", [table], pictures,
+            "cls" if "cls" in whole and self.context is None else None, self.context,
+            "json" if key else None, key,
+        )  # fmt: skip
 
 
 def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
@@ -315,10 +358,10 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
     as texts. The library takes columns from the first five samples alone."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
-    from datasets.packaged_modules.webdataset.webdataset import WebDataset
+    from datasets.packaged_modules.webdataset.webdataset import WebDataset as Reader
 
     given: Any = {"path": "webdataset", "data_files": files, "split": "train"}
-    with mock.patch.dict(WebDataset.DECODERS, {"cls": label_text, "json": bytes.decode}):
+    with mock.patch.dict(Reader.DECODERS, {"cls": label_text, "json": bytes.decode}):
         try:
             features = dict(datasets.load_dataset(**given, streaming=True).features)
         except ValueError:  # the first five differ
@@ -342,67 +385,6 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 # Columns ------------------------------------------------------------------------------------------
-
-
-def _picture_data(
-    name: str,
-    tables: list["datasets.Dataset"],
-    image_size: int | tuple[int, int] | None,
-    channels: int,
-    held_out: float | None,
-    num_classes: int | None,
-    context_column: str | None,
-    context_length: int | None,
-    background: str,
-    crop: Crop,
-    image_columns: Sequence[str] | None = None,
-    label_column: str | None = None,
-    caption_column: str | None = None,
-    caption_key: str = "",
-    text_encoder: str | None = None,
-    text_length: int | None = None,
-) -> ImageData:
-    """Return the data of a training table and perhaps a test table. A row's picture is in the first
-    of `image_columns` that is not null; for `caption_key` see `Captions`."""
-    import datasets
-
-    colour = read_colour(background)
-    columns = [column for column in tables[0].features if all(column in t.features for t in tables)]
-    table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
-    image_columns, context = image_columns or (_image_column(table),), None
-    used = {column: f"image{number or ''}" for number, column in enumerate(image_columns)}
-    if context_column is not None:
-        if num_classes:
-            raise ValueError(f"data.num_classes={num_classes} and contexts exclude each other.")
-        num_classes, used[context_column] = 0, "context"
-    column = captions = None
-    if context_column is None:
-        column = find_captions(table, name, caption_column, {*used, label_column or ""})
-    if column is not None:
-        captions = Captions(table.select_columns([column]), caption_key)
-    others = used if column is None else {**used, column: "caption"}
-    labels, names = _read_labels(table, label_column, others, num_classes, name)
-    table = table.select_columns(list(used)).rename_columns(used)
-    # Pictures are decoded when they are read, so that a corrupt one costs one item.
-    pictures = set(used.values()) - {"context"}
-    for column in pictures:
-        table = table.cast_column(column, datasets.Image(decode=False))
-    if context_column is not None:
-        table = table.with_format("numpy", columns=["context"], output_all_columns=True)
-        context = context_shape(table, "context", context_length)
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    shape = _survey(table.select_columns([*pictures]), name, size, background)
-    data = split_data(
-        name,
-        PictureTable(table, labels, context, size, channels, shape, colour, crop, captions),
-        len(tables[0]),
-        held_out,
-        names,
-        image_size=shape,
-        channels=channels,
-        context=context,
-    )
-    return data if text_encoder is None else with_contexts(data, text_encoder, text_length)
 
 
 def _image_column(table: "datasets.Dataset") -> str:
