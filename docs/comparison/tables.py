@@ -1,10 +1,10 @@
-"""Make the tables and figures of every record that still grows anew, from the records beside it.
+"""Make the tables and figures of every record that still grows, from its .csv files.
 
 python docs/comparison/tables.py                         # from the .csv files alone
 python docs/comparison/tables.py equal_cost RUNS STUDY   # add runs first, as the record's page says
 
-A record is a folder with a `page.py`. Its `tables()` returns Markdown by name: what stands between
-`<!-- name -->` and `<!-- end -->` of the files in its `PAGES`. It may have `draw()`, which makes
+A record is a folder with a `page.py`. Its `tables()` returns Markdown by name, to be put between
+`<!-- name -->` and `<!-- end -->` in the files of its `PAGES`. It may have `draw()`, which makes
 its figures, and `add(*arguments)`, which adds rows to its .csv files.
 """
 

@@ -174,7 +174,7 @@ class StripesDataset(ArrayDataset):
 
 class _WithClean(StripesDataset):
     def gather(self, indices):
-        return (*super().gather(indices), self.clean[indices][:, None])  # not the mirrored ones
+        return (*super().gather(indices), self.clean[indices][:, None])  # without mirrored features
 
 
 @register("data", "stripes", num_steps=100)

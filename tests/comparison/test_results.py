@@ -48,6 +48,15 @@ def test_columns_are_the_settings_in_which_runs_of_one_kind_differ(tmp_path):
     assert runs["routing.selection_rate"].isna()[str(tmp_path / "dense")], "it has no routes"
 
 
+def test_settings_of_earlier_versions_have_todays_names(tmp_path):
+    write_run(tmp_path / "new")
+    old = write_run(tmp_path / "old", seed=1) / "config.json"
+    config = json.loads(old.read_text())
+    config["optimizer"]["decayed"] = config["optimizer"].pop("weight_decay_on")
+    old.write_text(json.dumps(config))
+    assert read_runs(str(tmp_path / "*")).attrs["settings"] == ["backbone", "routing", "data"]
+
+
 def test_a_run_that_still_trains_has_a_row_as_far_as_it_got(tmp_path):
     folder = write_run(tmp_path / "a", ended=False)
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -93,7 +93,7 @@ def test_errors_that_are_no_corrupt_items_pass(tmp_path):
 
 
 def test_a_resume_reads_nothing_twice(tmp_path):
-    """Step 400 000 of a run, in the middle of an epoch, is read at once."""
+    """A run that resumes at step 400,000, in the middle of an epoch, reads only what it needs."""
     dataset = Watched(tmp_path)
     start = 400_000
     batches = StepBatches(30, 5, seed=0, num_steps=start + 100, start_step=start)

@@ -224,7 +224,7 @@ def test_machines_that_share_a_home_do_not_share_a_library(tmp_path, monkeypatch
         cpu.write_text(f"model name\t: {model}\nflags\t: {flags}\ncpu MHz\t: {speed}\n\nflags:\n")
         assert CompiledSource(source)("one") == 1
         assert len(libraries(tmp_path / "cache")) == min(number, 3), "a clock rate is no CPU"
-    cpu.write_text("nothing known")  # then the machine's name tells
+    cpu.write_text("nothing known")  # then the machine's name identifies it
     for name in ("left", "right"):
         monkeypatch.setattr(compiled.platform, "node", lambda name=name: name)
         assert CompiledSource(source)("one") == 1

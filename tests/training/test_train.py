@@ -92,7 +92,7 @@ def test_what_is_computed_again_costs_no_more_in_reports(finished, run):
 
 @pytest.mark.parametrize("limit", [0, 0.01])
 def test_a_step_is_the_mean_gradient_of_its_micro_steps_clipped(run, limit):
-    """Plain SGD shows it; 0 does not clip."""
+    """Plain SGD applies the gradient itself; max_grad_norm=0 does not clip it."""
     setup = parts_of(settings("training.gradient_accumulation_steps=2"))
     before = {k: v.detach().clone() for k, v in setup.backbone.named_parameters()}
     batches = setup.batches()

@@ -23,6 +23,7 @@ import pandas as pd
 
 from tread_zoo.config import bookkeeping_fields, flatten
 from tread_zoo.evaluation.contribution import contribution_names
+from tread_zoo.runs.old_routing import with_new_names
 from tread_zoo.training.trackers import read_lines
 
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -159,7 +160,8 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a run by their command-line names."""
-    flat = flatten(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    flat = flatten(with_new_names(config))
     return {
         field.removesuffix(".name"): str(value) if isinstance(value, list) else value
         for field, value in flat.items()

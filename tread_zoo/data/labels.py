@@ -67,8 +67,8 @@ def _one_dimensional(values: Any, where: str) -> np.ndarray:
 
 
 def _as_array(values: Sequence[Any]) -> np.ndarray:
-    """Return an array of a list. One of None or of different types keeps its objects: numpy would
-    turn 1 and "a" into texts."""
+    """Return a list as an array. A list with None or with several types becomes an array of
+    objects, because numpy would turn 1 and "a" into texts."""
     kinds = {type(value) for value in values}
     return np.asarray(values, dtype=None if len(kinds) == 1 else object)
 

@@ -61,13 +61,7 @@ def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     config, backbone = metadata.get("config", {}), metadata.get("backbone", {})
     if "routing" in config:
         config["routing"] = new_routing(config["routing"])
-    for kind, old, new in _RENAMED:
-        part = config.get(kind, {})
-        if old in part:
-            part[new] = part.pop(old)
-    guidance = config.get("guidance", {})
-    if guidance.get("name") == "parts":
-        guidance["name"] = "custom"
+    guidance = with_new_names(config).get("guidance", {})
     ends = {key: guidance.pop(key) for key in ("start", "end", "selector") if key in guidance}
     if ends:
         plain = all(value == "auto" for value in ends.values())
@@ -79,6 +73,17 @@ def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
         own = {"name": "sprint", "absent": absent} if fused else {"name": "maskdit"}
         backbone["routing"] = {**own, "start": start, "end": end}
     return metadata
+
+
+def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a run with today's names of settings."""
+    for kind, old, new in _RENAMED:
+        part = config.get(kind, {})
+        if old in part:
+            part[new] = part.pop(old)
+    if config.get("guidance", {}).get("name") == "parts":
+        config["guidance"]["name"] = "custom"
+    return config
 
 
 def new_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ class Tread(Bypass):
         return [part.selection_rate for part in self._parts()]
 
     def _parts(self) -> "list[Tread]":
-        """Return a method of one route for each of the routes."""
+        """Return one method per route, each with a single route."""
         parts = []
         for route in self.routes:
             given = {key: value for key, value in route.items() if value is not None}
