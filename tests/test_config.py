@@ -187,7 +187,6 @@ def check_error(make, words):
         ("sampler.s_churn=1", ["sampler.s_churn "]),
         ("data=npz", ["data.path", "data.path=…"]),
         ("plugins=[no_such_module]", ["no_such_module", "PYTHONPATH"]),
-        ("plugins=[this]", ["plugins=[this] registers no part"]),
         ("plugins=[1]", ["plugins=[1]", "[my_module]"]),
         ("training.learning_rate=1e-3", ["training.learning_rate ", "optimizer.learning_rate?"]),
         ("training.epochs=3", ["training.num_steps?"]),

@@ -35,7 +35,7 @@ def store_fields(
             chosen[field] = default if whole else None
             node[field] = OmegaConf.create({}, flags={"struct": False})
         elif isinstance(default, Mapping):
-            node[field] = OmegaConf.create(default if whole else {}, flags={"struct": False})
+            node[field] = OmegaConf.create(dict(default) if whole else {}, flags={"struct": False})
         else:
             node[field] = default if whole else "???"
     chosen |= {field: None for field in PART_FIELDS if field in node and field not in chosen}

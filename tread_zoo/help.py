@@ -74,7 +74,7 @@ def describe(
 
 def settings(config: type) -> Iterator[tuple[Setting, str]]:
     """Yield each setting of a configuration class with its description."""
-    groups = {field.name: field.type for field in dataclasses.fields(config)}
+    groups: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(config)}
     explained, shared = {"": sentences(config)}, sentences(*SHARED)
     for setting in walk(config):
         group, _, name = setting.name.rpartition(".")

@@ -174,7 +174,6 @@ class Entry:
 
 _entries: dict[tuple[str, str], Entry] = {}
 _loaded: set[str] = set()  # kinds, and plug-ins' entry points
-_plugins: set[str] = set()  # modules that registered parts
 _broken: dict[str, str] = {}  # plug-ins that could not be imported, and why
 _METADATA = {
     "backbone": {"learning_rate"},
@@ -305,7 +304,6 @@ def load_plugins(modules: Sequence[str]) -> None:
     if not is_list or not all(isinstance(module, str) for module in modules):
         raise ValueError(f"plugins={modules!r} must be a list of modules, as in [my_module].")
     for module in modules:
-        before = len(_entries)
         try:
             importlib.import_module(module)
         except ImportError as error:
@@ -313,14 +311,6 @@ def load_plugins(modules: Sequence[str]) -> None:
                 f"plugins=[{module}] cannot be imported: {error}. Call from its folder, put "
                 "that on PYTHONPATH, or install it."
             ) from error
-        package, known = module.partition(".")[0], {e.target.__module__ for e in _entries.values()}
-        if len(_entries) > before or package in {name.partition(".")[0] for name in known}:
-            _plugins.add(module)
-        elif module not in _plugins:
-            raise ValueError(
-                f"plugins=[{module}] registers no part: name the module that calls register or "
-                "register_backbone."
-            )
 
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:

@@ -31,46 +31,21 @@ def read_labels(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
     Raises:
         ValueError: a value is neither, such as 0.5, None or a list.
     """
-    array = _one_dimensional(values, where)
-    if array.dtype.kind in "OSU" and all(isinstance(value, str | bytes) for value in array):
-        texts = [v.decode() if isinstance(v, bytes) else v for v in array.tolist()]
-        numbers = _numbers(texts)
-        if numbers is None:
-            words = np.array([nfc(text.strip()) for text in texts], dtype=object)
+    array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=object)
+    if array.size != len(array):  # neither [N] nor [N,1]
+        raise _unusable(where, f"the shape {list(array.shape)}")
+    cells = [v.decode() if isinstance(v, bytes) else v for v in array.reshape(-1).tolist()]
+    if cells and all(isinstance(value, str) for value in cells):
+        try:
+            cells = [int(text) if text.strip().isdecimal() else float(text) for text in cells]
+        except ValueError:
+            words = np.array([nfc(text.strip()) for text in cells], dtype=object)
             names, indices = np.unique(words, return_inverse=True)
             return torch.from_numpy(indices.astype(np.int64)), tuple(names)
-        array = numbers
-    for value in array.tolist():
-        if not isinstance(value, int | float) or value != value // 1:
+    for value in cells:
+        if not isinstance(value, int | float) or value != value // 1 or abs(value) >= 2**63:
             raise _unusable(where, repr(value))
-        if abs(value) >= 2**63:
-            raise _unusable(where, f"{value:g}")
-    return torch.from_numpy(array.astype(np.int64)), ()
-
-
-def _numbers(texts: Sequence[str]) -> np.ndarray | None:
-    """Return the numbers that texts are; None if one is a word."""
-    try:
-        return np.array([int(t) if t.strip().isdecimal() else float(t) for t in texts], object)
-    except ValueError:
-        return None
-
-
-def _one_dimensional(values: Any, where: str) -> np.ndarray:
-    try:
-        array = np.asarray(values) if isinstance(values, np.ndarray) else _as_array(values)
-    except ValueError:  # lists of several lengths
-        raise _unusable(where, "lists") from None
-    if array.ndim and array.size == len(array):  # [N] or [N,1]
-        return array.reshape(-1)
-    raise _unusable(where, f"the shape {list(array.shape)}")
-
-
-def _as_array(values: Sequence[Any]) -> np.ndarray:
-    """Return a list as an array. A list with None or with several types becomes an array of
-    objects, because numpy would turn 1 and "a" into texts."""
-    kinds = {type(value) for value in values}
-    return np.asarray(values, dtype=None if len(kinds) == 1 else object)
+    return torch.tensor([int(value) for value in cells], dtype=torch.int64), ()
 
 
 def _unusable(where: str, value: str) -> ValueError:
