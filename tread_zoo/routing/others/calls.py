@@ -188,16 +188,15 @@ class Frame:
     ) -> Visit:
         """Return the visit of a block, after its crossing is entered if it starts here."""
         x: Tensor = named[key]
+        layout = Layout((1, self.num_tokens), 0, None, len(x), x.device)
         if index > crossing.start:
-            passage = self.passages[crossing.start]
-            image = self._image(x, self._count(passage.layout))
-            tokens = Tokens((image,), {}, None, passage.layout)
-            return Visit(index, block, named, key, crossing, x, tokens, None)
-        if x.shape[1] < self.num_tokens:
+            layout = self.passages[crossing.start].layout
+        if x.shape[1] < self._count(layout):
             raise RuntimeError(f"{self.routes.title} drops tokens before block {index} itself.")
-        image = self._image(x, self.num_tokens)
-        layout = Layout((1, self.num_tokens), 0, None, len(image), image.device)
+        image = self._image(x, self._count(layout))
         start = Tokens((image,), {}, None, layout)
+        if index > crossing.start:
+            return Visit(index, block, named, key, crossing, x, start, None)
         tokens, exit = crossing.enter(start)
         if self.open:
             leaf = image.detach().requires_grad_(image.requires_grad)
