@@ -148,13 +148,12 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         for field, value in run.items():
             part = run.get(field.rpartition(".")[0])
             values.setdefault(field, {}).setdefault(part, set()).add(repr(value))
-    apart = {*NAMED, "seed", *bookkeeping_fields()}
+    ignored = {"seed", *bookkeeping_fields()}
     return [
         field
         for field, by_part in values.items()
+        if field not in NAMED and not ignored & {field, field.partition(".")[0]}
         if any(len(texts) > 1 for texts in by_part.values())
-        and not {field, field.partition(".")[0]} & (apart - set(NAMED))
-        and field not in apart
     ]
 
 
