@@ -57,8 +57,9 @@ class Discard(Crossing):
 @register("routing", "discard")
 @dataclass(frozen=True, kw_only=True)
 class Discarded(Method):
-    """Tokens run through all blocks, and some are set back after the middle ones: is it enough that
-    they are not updated, or must they be absent?
+    """Tokens run through all blocks, and some are set back after the middle ones.
+
+    This control shows whether bypassed tokens must be absent, or only not updated.
 
     Args:
         selection_rate: fraction of tokens that are set back.
@@ -162,7 +163,7 @@ class InverseSqrt:
 
 
 class StripesDataset(ArrayDataset):
-    """Noisy stripes; with features, the stripes without their noise come along."""
+    """Noisy stripes, and as features the same stripes without noise."""
 
     def __init__(self, images, labels, clean):
         super().__init__(images, labels)
@@ -179,8 +180,8 @@ class _WithClean(StripesDataset):
 
 @register("data", "stripes", num_steps=100)
 def stripes(num_images: PositiveInt = 256, size: PositiveInt = 8, noise: NonNegativeFloat = 20.0):
-    """Grey images of horizontal (class 0) or vertical (class 1) stripes, features [1, size, size]
-    beside them."""
+    """Grey images of horizontal (class 0) or vertical (class 1) stripes. Their features
+    [1, size, size] are the stripes without noise."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(num_images) % 2
     phase = torch.randint(2, (num_images,), generator=generator)
