@@ -99,3 +99,12 @@ def test_a_step_keeps_to_its_launches(backbone, optimizer, budget):
     launches = count_step([f"backbone={backbone}", *overrides]).by_part()
     assert all(launches[part] > 0 for part in PARTS)
     assert budget / 2 < launches["all"] <= budget, launches
+
+
+def test_saving_is_timed_both_ways(tmp_path):
+    (line,) = run("saving.py", "dit", *SMALL, cwd=tmp_path).splitlines()[-1:]
+    ours, copied, written = (float(line.split(word)[1].split()[0]) for word in
+                             ("ours ", "copied ", "written "))  # fmt: skip
+    assert ours > 0
+    assert copied <= written
+    assert not [*tmp_path.iterdir()]
