@@ -44,10 +44,9 @@ from backbones.mixers.scan import (
     mark_no_weight_decay,
     project,
     rms_norm,
-    softplus,
     sum_ways,
 )
-from tread_zoo.kernels import gated_delta_rule
+from tread_zoo.kernels import gated_delta_rule, softplus
 from tread_zoo.routing.orders import ScanOrder
 from tread_zoo.routing.scans import Gaps, Scan
 

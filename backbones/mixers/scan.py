@@ -92,40 +92,6 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 # Both directions ----------------------------------------------------------------------------------
 
 
-def softplus(x: Tensor) -> Tensor:
-    """Return log(1 + e^x) in the dtype of x.
-
-    torch's own takes 10 ns a value on a CPU, because its log1p of float32 is slow there.
-    """
-    is_slow = x.device.type == "cpu" and x.dtype == torch.float32
-    fast = is_slow and not torch.compiler.is_compiling()
-    return _Softplus.apply(x) if fast else F.softplus(x)
-
-
-class _Softplus(torch.autograd.Function):
-    """Softplus as max(x, 0) + log(1 + e^-|x|). The logarithm is -log(1 - s), s = sigmoid(-|x|).
-
-    1 - s is rounded to some u; s log(u) / (u - 1) is as exact as s is (Kahan's way to log1p).
-    """
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        s = x.abs().neg_().sigmoid_()
-        u = (1 - s).clamp_max_(1 - 2**-24)  # at u = 1 it would be 0 / 0
-        return u.log().mul_(s).div_(u.sub_(1)).add_(x.clamp_min(0))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].sigmoid()
-
-    jvp = backward  # elementwise, so forward mode multiplies by the same derivative
-
-
 def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
     """Return a walk [B, L, ..] and the backward walk, concatenated along `dim`."""
     return torch.cat([x, scan.flip(x)], dim)
@@ -149,7 +115,7 @@ def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
 def convolve_ways(
     x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Sequence[Tensor] | None
 ) -> Tensor:
-    """Return causal convolutions of walks side by side, [B, L, ways * D] -> the same.
+    """Return SiLU of causal convolutions of walks side by side, [B, L, ways * D] -> the same.
 
     Args:
         x: tokens in the order of each walk.
@@ -157,29 +123,33 @@ def convolve_ways(
         segment_ids: ascending integers [B, L] per walk; no tap reaches into another segment.
     """
     if segment_ids is None:
-        return causal_conv1d(x, weight, bias)
+        return causal_conv1d(x, weight, bias, silu=True)
     n = len(segment_ids)
     biases = n * (None,) if bias is None else bias.chunk(n)
     parts = zip(x.chunk(n, -1), weight.chunk(n), biases, segment_ids, strict=True)
-    walks = [causal_conv1d(way, taps, shift, segment_ids=ids) for way, taps, shift, ids in parts]
+    walks = [
+        causal_conv1d(way, taps, shift, segment_ids=ids, silu=True)
+        for way, taps, shift, ids in parts
+    ]
     return torch.cat(walks, dim=-1)
 
 
 def scan_ways(
     scan: Callable[..., Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, ...],
     gaps: Sequence[Tensor] | None,
 ) -> Tensor:
     """Return a state-space scan of walks side by side in channels, heads and groups.
 
     Args:
         scan: `selective_scan` or `ssd`.
-        inputs: u, delta, A, B, C, D, in the shapes that `scan` takes.
+        inputs: u, delta, A, B, C, D, and perhaps a step bias, in the shapes that `scan` takes.
         gaps: lengths of the gaps, [B, L] per walk; None: one call scans all walks.
     """
     if gaps is None:
         return scan(*inputs)
-    parts = [x.chunk(len(gaps), dim) for x, dim in zip(inputs, (2, 2, 0, 2, 2, 0), strict=True)]
+    dims = (2, 2, 0, 2, 2, 0, 0)[: len(inputs)]
+    parts = [x.chunk(len(gaps), dim) for x, dim in zip(inputs, dims, strict=True)]
     walks = zip(zip(*parts, strict=True), gaps, strict=True)
     return torch.cat([scan(*way, gaps=apart) for way, apart in walks], dim=2)
 
@@ -201,7 +171,7 @@ class ShortConvolution(nn.Module):
         """Return both walks [2 B, L, D] of a walk [B, L, D]."""
         segment_ids = None if gaps == "ignore" else scan.segment_ids()
         both = convolve_ways(both_ways(x, scan, dim=-1), self.weight, None, segment_ids)
-        return torch.cat(F.silu(both).chunk(2, dim=-1))
+        return torch.cat(both.chunk(2, dim=-1))
 
     def initialize(self, num_blocks: int) -> None:
         init_uniform(self.weight, self.weight.shape[1])

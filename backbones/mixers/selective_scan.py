@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
-    add_bias,
     at_least_float32,
     both_ways,
     convolve_ways,
@@ -31,7 +30,6 @@ from backbones.mixers.scan import (
     init_uniform,
     mark_no_weight_decay,
     scan_ways,
-    softplus,
 )
 from tread_zoo.kernels import selective_scan
 from tread_zoo.routing.orders import ScanOrder
@@ -94,7 +92,7 @@ class SelectiveScan(ScanMixer):
         gaps = gaps and gaps[: self.ways]
         segments = gaps and [(lengths > 1).cumsum(1) for lengths in gaps]
         u = both_ways(u, scan, dim=-1) if self.ways == 2 else u
-        u = F.silu(convolve_ways(u, self.conv_weight, self.conv_bias, segments))
+        u = convolve_ways(u, self.conv_weight, self.conv_bias, segments)
         steps, inputs, outputs = [], [], []
         for way, part in enumerate(u.split(self.inner, dim=-1)):
             select, step_weight = self._selection(way)
@@ -104,11 +102,12 @@ class SelectiveScan(ScanMixer):
             outputs.append(c)
         scanned = (
             u,
-            softplus(add_bias(torch.cat(steps, dim=-1), self.step_bias)),
+            torch.cat(steps, dim=-1),
             -torch.exp(at_least_float32(self.A_log)),
             torch.stack(inputs, dim=2),
             torch.stack(outputs, dim=2),
             at_least_float32(self.D),
+            at_least_float32(self.step_bias),
         )
         y = scan_ways(selective_scan, scanned, gaps if self.gaps == "decay" else None)
         if self.ways == 2:

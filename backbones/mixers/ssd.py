@@ -90,7 +90,7 @@ class BidirectionalSSD(ScanMixer):
         z, u, step = self.in_proj(scan.permute(x)).split(self.parts, dim=-1)
         segments = None if self.gaps == "ignore" else scan.segment_ids()
         u = both_ways(u, scan, dim=-1)
-        u = F.silu(convolve_ways(u, self.conv_weight, self.conv_bias, segments))
+        u = convolve_ways(u, self.conv_weight, self.conv_bias, segments)
         inputs, b, c = u.unflatten(-1, (2, -1)).split(self.mixed_parts, dim=-1)  # [B, L, 2, ...]
         steps = both_ways(step, scan, dim=-1)
         scanned = (

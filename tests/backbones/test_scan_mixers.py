@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 from backbones.mixers.delta import BidirectionalDelta, KimiDelta
 from backbones.mixers.gla import BidirectionalGLA
-from backbones.mixers.scan import softplus
 from backbones.mixers.selective_scan import OneWayScan, SelectiveScan
 from backbones.mixers.ssd import BidirectionalSSD
 from backbones.zigma import ZigMaBlock
 from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Layout
+from tread_zoo.kernels import softplus
 from tread_zoo.routing import GAPS, ORDERS, inverse, scan_order
 
 GRID, HEADS = (3, 4), 2

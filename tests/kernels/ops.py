@@ -204,6 +204,7 @@ class Op:
             "gaps": make_gaps(batch, length) if subset else None,
             "positions": make_positions(batch, length, 3 * length) if subset else None,
             "length": 3 * length if subset else length,
+            "silu": subset,
             "scale": 0.7,
             "mask": make_mask((shape or self.shapes[0])[2]) if subset else None,
         }
@@ -227,7 +228,7 @@ OPS = {
         Op(
             "causal_conv1d", causal_conv1d,
             [(2, 9, 6, 4), (1, 1, 3, 4), (2, 5, 4, 1), (1, 6, 2, 7)],
-            ("segment_ids",), (0,), 2e-6,
+            ("segment_ids", "silu"), (0,), 2e-6,
         ),
         Op(
             "selective_scan", selective_scan,

@@ -21,6 +21,7 @@ SCAN, CPU = OPS["selective_scan"], torch.device("cpu")
 COMPILED = [op for op in OPS.values() if "compiled" in list_forms(op.name)]
 SHAPES = {  # several blocks of channels or columns, several chunks of steps
     "selective_scan": [(2, 35, 300, 3, 2), (1, 70, 16, 17, 1)],
+    "causal_conv1d": [(2, 35, 150, 4), (3, 70, 64, 4), (1, 40, 20, 3)],
     "bidirectional_wkv": [(2, 35, 150), (3, 2, 5), (1, 70, 64)],
 }
 HEADS = [(2, 35, 2, 16, 16), (1, 33, 3, 17, 70), (1, 65, 2, 48, 48), (2, 32, 2, 8, 128),
@@ -122,13 +123,16 @@ def test_rows_are_independent_wherever_they_lie_in_memory(op) -> None:
 @all_compiled
 def test_opcheck(op) -> None:
     inputs, rest = op.inputs(dtype=torch.float32), op.rest(subset=True)
+    if op is SCAN:
+        inputs.append(torch.randn(inputs[0].shape[2], requires_grad=True))  # its step bias
     name = f"{'gated_delta_rule' if op.name == 'kda' else op.name}_compiled"
     forward = getattr(torch.ops.tread_zoo, name)
     torch.library.opcheck(forward.default, (*inputs, *rest))
     values = [x.detach() for x in inputs]
     backward = getattr(torch.ops.tread_zoo, f"{name}_backward").default
-    made = forward(*values, *rest)  # only the WKV's backward pass needs the output
-    kept = made if op.name == "bidirectional_wkv" else made[1:]
+    made = forward(*values, *rest)
+    made = made if isinstance(made, tuple) else (made,)
+    kept = made if op.name == "bidirectional_wkv" else made[1:]  # only this one needs the output
     torch.library.opcheck(backward, (made[0], *kept, *values, *rest))
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.ops import OPS, Op, assert_close, leaves, relative_error, run
-from tread_zoo.kernels import attention, dispatch
+from tests.kernels.ops import OPS, Op, assert_close, leaves, make_gaps, relative_error, run
+from tread_zoo.kernels import attention, dispatch, selective_scan
 from tread_zoo.kernels.compiled import COMPILERS
 
 CUSTOM = (  # custom operators of torch
@@ -71,6 +71,36 @@ def test_the_last_input_may_be_left_out(op) -> None:
     rest = (None, *op.rest())
     truth, ours = (run(form, op.inputs()[:-1], *rest) for form in map(op.form, ("naive", "torch")))
     assert_close(ours, truth, 1e-12)
+
+
+@fast_forms_of(["selective_scan"])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_step_sizes_of_a_scan_are_the_softplus_of_what_is_given(op, form, gaps) -> None:
+    """From 1e-26 to 50, against torch's softplus in float64."""
+    shape = op.shapes[-1]
+    inputs, rest = op.inputs(shape), op.rest(shape, subset=not gaps)
+    apart = make_gaps(*shape[:2]).double() if gaps else None
+    with torch.no_grad():
+        inputs[1].copy_(torch.linspace(-60, 40, inputs[1].numel()).view(inputs[1].shape).cos() * 50)
+        inputs[1][:, ::2] = inputs[1][:, ::2] / 20
+    bias = torch.linspace(-10, 3, shape[2], dtype=torch.float64, requires_grad=True)
+
+    def naive(u, delta, *others):
+        *others, bias = others
+        steps = torch.nn.functional.softplus(delta + bias)
+        return selective_scan(u, steps, *others, segment_ids=rest[0], gaps=apart)
+
+    def ours(*given):
+        return selective_scan(*given, segment_ids=rest[0], gaps=apart)
+
+    dispatch.set_form(op.name, "naive")
+    try:
+        truth = run(naive, [*inputs, bias])
+        dispatch.set_form(op.name, form)
+        found = run(ours, leaves([*inputs, bias], torch.float32))
+    finally:
+        dispatch.set_form(op.name, "auto")
+    assert_close(found, truth, 1e-5)
 
 
 @of(SCANS)

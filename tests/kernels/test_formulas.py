@@ -24,12 +24,13 @@ def attention(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def causal_conv1d(x, weight, bias, ids):
+def causal_conv1d(x, weight, bias, ids, silu):
     lags = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])  # [L, L]
     taps = F.pad(weight.flip(1), (0, x.shape[1]))[:, lags.clamp(min=0)] * (lags >= 0)  # [D, L, L]
     ids = torch.zeros(x.shape[:2]) if ids is None else ids
     same = (ids[:, :, None] == ids[:, None]).to(x)
-    return torch.einsum("dts,bts,bsd->btd", taps, same, x) + bias
+    y = torch.einsum("dts,bts,bsd->btd", taps, same, x) + bias
+    return y * y.sigmoid() if silu else y
 
 
 def scan(u, delta, A, B, C, D, ids, gaps=None):

@@ -30,8 +30,8 @@ def put(monkeypatch, run, op="selective_scan", **facts):
 
 
 def call(dtype=torch.float32):
-    *args, segments = get_example("selective_scan", CPU, dtype)
-    return selective_scan(*args, segment_ids=segments)
+    *args, segments, bias = get_example("selective_scan", CPU, dtype)
+    return selective_scan(*args, bias, segment_ids=segments)
 
 
 def test_a_form_that_agrees_is_used(monkeypatch):
@@ -55,7 +55,7 @@ def test_it_is_compared_in_the_precision_of_the_call(dtype, monkeypatch, caplog)
     truth = put(monkeypatch, run)
     call(dtype)
     full, half = torch.float32, dtype
-    assert given[0] == [half, full, full, half, half, full]  # u, B, C; not Δ, A, D
+    assert given[0] == [half, full, full, half, half, full, full]  # u, B, C alone
     assert ("is refused" in caplog.text) == (dtype == torch.bfloat16)
 
 
@@ -97,7 +97,7 @@ def test_a_refused_form_set_by_hand_raises(monkeypatch):
 def test_the_comparison_leaves_no_trace_on_the_call_around_it(monkeypatch):
     """Not in the graph, not in what checkpointing counts, not under no_grad or autocast."""
     truth = put(monkeypatch, lambda *args: truth(*args))
-    *args, _ = get_example("selective_scan", CPU)
+    *args, _, _ = get_example("selective_scan", CPU)
     for x in args:
         x.requires_grad_()
     y = torch.utils.checkpoint.checkpoint(selective_scan, *args, use_reentrant=False)

@@ -10,6 +10,7 @@ builds at first use), `fused.py` (adapters of optional packages, which are impor
 from tread_zoo.kernels.attention import attention
 from tread_zoo.kernels.bidirectional_wkv import bidirectional_wkv
 from tread_zoo.kernels.causal_conv1d import causal_conv1d
+from tread_zoo.kernels.chunks import softplus
 from tread_zoo.kernels.dispatch import (
     describe,
     get_forms,
@@ -37,6 +38,7 @@ __all__ = [
     "selective_scan",
     "set_form",
     "set_forms",
+    "softplus",
     "ssd",
     "used_ops",
 ]

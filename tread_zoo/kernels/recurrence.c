@@ -17,7 +17,6 @@ states, before every `span` steps but the first: [chunks - 1, batch, heads, K, V
 
 #include "vectors.h"
 
-#define INLINE inline __attribute__((always_inline))
 #define WIDEST 4 /* vectors of a forward block: its o and u fit in registers */
 #if LANES == 16
 #define COLUMNS 8 /* of a backward block: their sums fit in registers */

@@ -22,6 +22,7 @@
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
 #endif
 
+#define INLINE inline __attribute__((always_inline))
 #define LN_2 0.693147180559945309f
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
@@ -113,6 +114,17 @@ static inline Vector log1p_of(Vector x) {
     p = p * x - 0.49999902f;
     p = p * x + 1.0f;
     return p * x;
+}
+
+static inline Vector sigmoid_of(Vector x) {
+    const Vector one = (Vector){0} + 1.0f;
+    Vector small = exp_of(minus_abs(x));
+    return choose(x > 0.0f, one, small) / (one + small);
+}
+
+/* log(1 + exp x). */
+static inline Vector softplus_of(Vector x) {
+    return choose(x < 0.0f, (Vector){0}, x) + log1p_of(exp_of(minus_abs(x)));
 }
 
 /* log x of a normal number, NaN of what is not finite; next to 1 within a rounding of 1. */

@@ -72,7 +72,7 @@ class _Fusible(torch.autograd.Function):
         return grad_x, grad_weight, None if saved[2] is None else grad_bias, None
 
 
-def _flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int, int]:
+def flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int, int]:
     """Return 2 B L D W, as torch counts a convolution, zeros before the start included; and twice
     as much for ∂x and ∂w."""
     return 2 * math.prod(x) * weight[1], 4 * math.prod(x) * weight[1]
@@ -91,6 +91,6 @@ _operator = make_operator(
     _convolve,
     _gradients,
     empty=lambda x, *rest: empty_like(x),
-    flops=_flops,
+    flops=flops,
     num_gradients=3,
 )

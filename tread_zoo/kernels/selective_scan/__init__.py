@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import at_least_float32
+from tread_zoo.kernels.chunks import at_least_float32, softplus
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
 from tread_zoo.kernels.launch import TRITON
 from tread_zoo.kernels.selective_scan.compiled_form import SCAN_C, selective_scan_compiled
@@ -23,11 +23,36 @@ def _example(
     normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
 ) -> tuple[Tensor, ...]:
     width, size = heads * width, 16
-    u, delta = normal(batch, length, width), F.softplus(normal(batch, length, width))
+    u, delta = normal(batch, length, width), normal(batch, length, width)
     B, C = (normal(batch, length, heads, size) for _ in range(2))
     A = -torch.arange(1.0, size + 1).expand(width, -1)
     segments = (torch.arange(length) // 9).expand(batch, -1)
-    return u, delta, A, B, C, torch.ones(width), segments
+    return u, delta, A, B, C, torch.ones(width), segments, normal(width)
+
+
+def _step_sizes(delta: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return delta
+    dtype = at_least_float32(delta, bias)
+    return softplus(delta.to(dtype) + bias.to(dtype))
+
+
+def _after_softplus(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a form that takes a step bias, of one that takes step sizes."""
+
+    def run_after(
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        step_bias: Tensor | None = None,
+    ) -> Tensor:
+        return scan(u, _step_sizes(delta, step_bias), A, B, C, D, segment_ids)
+
+    return run_after
 
 
 def _states_above(most: int) -> Callable[..., str | None]:
@@ -45,17 +70,21 @@ register(
         Implementation("compiled", selective_scan_compiled, SCAN_C),
         Implementation(
             "triton",
-            selective_scan_triton,
+            _after_softplus(selective_scan_triton),
             TRITON,
             _states_above(MAX_STATES),
             f"up to {MAX_STATES} states",
         ),
         # After our own kernel: this one needs transposed float32 copies of u and delta.
         Implementation(
-            "mamba-ssm", selective_scan_fused, SCAN, _states_above(256), "up to 256 states"
+            "mamba-ssm",
+            _after_softplus(selective_scan_fused),
+            SCAN,
+            _states_above(256),
+            "up to 256 states",
         ),
-        Implementation("torch", selective_scan_torch),
-        Implementation("naive", selective_scan_naive),
+        Implementation("torch", _after_softplus(selective_scan_torch)),
+        Implementation("naive", _after_softplus(selective_scan_naive)),
     ],
     _example,
     half=(0, 3, 4),
@@ -69,6 +98,7 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     D: Tensor | None = None,
+    step_bias: Tensor | None = None,
     *,
     segment_ids: Tensor | None = None,
     gaps: Tensor | None = None,
@@ -80,10 +110,11 @@ def selective_scan(
 
     Args:
         u: inputs [B, L, D]; y has their dtype.
-        delta: step sizes Δ > 0 [B, L, D], after the softplus.
+        delta: step sizes Δ > 0 [B, L, D], after the softplus; before it with a step bias.
         A: rates [D, N], negative for decay.
         B, C: input and output vectors [B, L, G, N], D divisible by G.
         D: [D] or None.
+        step_bias: [D]; Δ = softplus(delta + step_bias). None: delta is Δ.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
         gaps: g > 0 [B, L], the number of steps of the full sequence from the previous token to this
             token; None means 1. The first gap of a row has no effect. Every form computes the
@@ -95,13 +126,15 @@ def selective_scan(
     """
     sizes = check_shapes(
         u=(u, "B L D"), delta=(delta, "B L D"), A=(A, "D N"), B=(B, "B L G N"), C=(C, "B L G N"),
-        D=(D, "D"), segment_ids=(segment_ids, "B L"), gaps=(gaps, "B L"),
+        D=(D, "D"), step_bias=(step_bias, "D"), segment_ids=(segment_ids, "B L"),
+        gaps=(gaps, "B L"),
     )  # fmt: skip
     if sizes["D"] % sizes["G"]:
         raise ValueError(f"u has {sizes['D']} channels, which {sizes['G']} groups do not divide.")
     if gaps is None:
-        return run("selective_scan", u, delta, A, B, C, D, segment_ids)
+        return run("selective_scan", u, delta, A, B, C, D, segment_ids, step_bias)
     dtype = at_least_float32(u, delta)
     x, steps = u.to(dtype), F.pad(gaps[:, 1:].to(dtype), (1, 0), value=1.0).unsqueeze(-1)
-    y = run("selective_scan", x / steps, delta.to(dtype) * steps, A, B, C, None, segment_ids)
+    delta = _step_sizes(delta, step_bias).to(dtype) * steps
+    y = run("selective_scan", x / steps, delta, A, B, C, None, segment_ids)
     return (y if D is None else y + D.to(dtype) * x).to(u.dtype)

@@ -1,8 +1,9 @@
 """The selective scan in C for a CPU: the recurrence of `torch_form`, in one pass over the inputs.
 
 Autograd keeps the inputs and, as in the torch form, the states before every CHUNK steps. From these
-the backward pass recomputes the states of all steps. It runs on one thread. The gradients of B
-and C are added block by block, the gradients of A and D row by row: the same bits in every run.
+the backward pass recomputes the states of all steps. The softplus of the step sizes is part of the
+pass. It runs on one thread. The gradients of B and C are added block by block, the other sums row
+by row: the same bits in every run.
 
 Dimensions: B batch, L length, D channels, N states, G groups, P = D / G channels of a group.
 """
@@ -29,29 +30,29 @@ def _forward(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
+    step_bias: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return y [B, L, D] and the states between the chunks, [chunks - 1, B, G, N, P]."""
     _, states = kept_like(u, delta, A, B)
-    inputs = _prepare(u, delta, A, B, C, D, segment_ids)
+    inputs = _prepare(u, delta, A, B, C, D, step_bias, segment_ids)
     y = torch.empty_like(inputs[0])
-    _scan(inputs, states, y, *[None] * 7)
+    _scan(inputs, states, y, *[None] * 8)
     return y.to(u.dtype), states
 
 
 def _backward(grad_y: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of u, delta, A, B, C and D (empty where D is None)."""
-    u, delta, A, B, C, D, _ = args
+    """Return the gradients of u, delta, A, B, C, D and the bias (empty for None)."""
+    u, delta, A, B, C, D, step_bias, _ = args
     inputs = _prepare(*args)
     gu, gdelta = (torch.empty_like(inputs[0]) for _ in range(2))
     gA, gB, gC = (torch.zeros_like(x) for x in inputs[2:5])
-    gD = gu.new_zeros(u.shape[2])
-    grads = (gu, gdelta, gA, gB, gC, gD)
+    gD, gbias = (gu.new_zeros(u.shape[2]) for _ in range(2))
+    grads = (gu, gdelta, gA, gB, gC, gD, gbias)
     _scan(inputs, states, None, grad_y.float().contiguous(), *grads)
     gA = gA.transpose(1, 2).reshape(A.shape)
-    gD = u.new_empty(0) if D is None else gD.to(D.dtype)
-    pairs = ((gu, u), (gdelta, delta), (gA, A), (gB, B), (gC, C))
-    return *(g.to(x.dtype) for g, x in pairs), gD
+    pairs = ((gu, u), (gdelta, delta), (gA, A), (gB, B), (gC, C), (gD, D), (gbias, step_bias))
+    return tuple(u.new_empty(0) if x is None else g.to(x.dtype) for g, x in pairs)
 
 
 def _prepare(
@@ -61,13 +62,14 @@ def _prepare(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
+    step_bias: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Any, ...]:
     """Return the inputs as `scan` takes them: A / ln 2 as [G, N, P], and instead of the ids, 0
     where a segment begins, else 1."""
     rates = (A.float() / math.log(2)).view(B.shape[2], -1, A.shape[1]).transpose(1, 2)
     keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
-    given = (u, delta, rates, B, C, D, keep)
+    given = (u, delta, rates, B, C, D, step_bias, keep)
     return tuple(None if x is None else x.float().contiguous() for x in given)
 
 
@@ -79,12 +81,26 @@ def _scan(inputs: tuple[Any, ...], states: Tensor, *results: Tensor | None) -> N
     SCAN_C("scan", *inputs, states, scratch, *results, *sizes)
 
 
-selective_scan_compiled = make_operator(
+def selective_scan_compiled(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    step_bias: Tensor | None = None,
+) -> Tensor:
+    """Return the scan; see `tread_zoo.kernels.selective_scan`."""
+    return _operator(u, delta, A, B, C, D, step_bias, segment_ids)
+
+
+_operator = make_operator(
     "selective_scan_compiled",
     _forward,
     _backward,
     empty=kept_like,
     flops=flops,
-    num_gradients=6,
+    num_gradients=7,
     num_kept=1,
 )

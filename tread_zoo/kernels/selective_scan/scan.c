@@ -5,7 +5,8 @@ A block is some channels of one group in one row of the batch. It walks through 
 Nothing depends on where a tensor lies in memory, so the same input gives the same bits.
 
 u, delta, y: [batch, length, groups * width]. rates, A / ln 2: [groups, size, width].
-B, C: [batch, length, groups, size]. D: [groups * width] or null. keep: 0 where a segment begins,
+B, C: [batch, length, groups, size]. D, bias: [groups * width] or null; with a bias, the step sizes
+are softplus(delta + bias), and its gradient is that of the sum over tokens. keep: 0 where a segment begins,
 else 1, [batch, length] or null. states, before every `span` steps but the first:
 [chunks - 1, batch, groups, size, width]. scratch: the number of floats is `scan_scratch`. */
 
@@ -15,7 +16,7 @@ else 1, [batch, length] or null. states, before every `span` steps but the first
 #define VECTORS (CHANNELS / LANES)
 
 typedef struct {
-    const float *u, *delta, *rates, *B, *C, *D, *keep;
+    const float *u, *delta, *rates, *B, *C, *D, *bias, *keep;
     float *states;
     Vector *scratch;
     int64_t batch, length, groups, size, width, span;
@@ -71,6 +72,19 @@ static inline void step(const Scan *s, Block k, int64_t t, const Vector *rates, 
         }
 }
 
+/* The step sizes of step t; their derivatives by delta too, unless null. */
+static inline void step_sizes(const Scan *s, Block k, int64_t t, Vector *delta, Vector *slope) {
+    load_all(delta, s->delta + channel(s, k, t), k);
+    for (int64_t v = 0; s->bias && v < k.vectors; v++) {
+        int64_t p = v * LANES;
+        Vector bias = load(s->bias + k.group * s->width + k.first + p, k.channels - p);
+        Vector x = delta[v] + bias;
+        delta[v] = softplus_of(x);
+        if (slope)
+            slope[v] = sigmoid_of(x);
+    }
+}
+
 static void forward(const Scan *s, Block k, float *y) {
     Vector u[VECTORS], delta[VECTORS], x[VECTORS], D[VECTORS] = {0}, out[VECTORS];
     Vector *h = s->scratch, *rates = h + s->size * VECTORS;
@@ -84,7 +98,7 @@ static void forward(const Scan *s, Block k, float *y) {
             for (int64_t n = 0; n < s->size; n++)
                 store_all(s->states + state(s, k, t / s->span - 1, n), h + n * k.vectors, k);
         load_all(u, s->u + channel(s, k, t), k);
-        load_all(delta, s->delta + channel(s, k, t), k);
+        step_sizes(s, k, t, delta, 0);
         for (int64_t v = 0; v < k.vectors; v++) {
             x[v] = delta[v] * u[v];
             out[v] = D[v] * u[v];
@@ -100,18 +114,18 @@ static void forward(const Scan *s, Block k, float *y) {
 
 typedef struct {
     const float *y;
-    float *u, *delta, *A, *B, *C, *D;
+    float *u, *delta, *A, *B, *C, *D, *bias;
 } Gradients;
 
 /* One step backwards: `carry` is a_{t+1} g_{t+1}, and is left as a_t g_t. */
 static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
-                      const Vector *rates, const Vector *decays, const Vector *before,
-                      const Vector *after, Vector *carry, Vector *gA, Vector *gD) {
-    Vector u[VECTORS], delta[VECTORS], x[VECTORS], gy[VECTORS], gx[VECTORS], gdelta[VECTORS];
-    Vector D[VECTORS] = {0};
+                      const Vector *rates, const Vector *delta, const Vector *slope,
+                      const Vector *decays, const Vector *before, const Vector *after,
+                      Vector *carry, Vector *gA, Vector *gD, Vector *gbias) {
+    Vector u[VECTORS], x[VECTORS], gy[VECTORS];
+    Vector gx[VECTORS], gdelta[VECTORS], D[VECTORS] = {0};
     int64_t here = channel(s, k, t), at = vector(s, k, t);
     load_all(u, s->u + here, k);
-    load_all(delta, s->delta + here, k);
     load_all(gy, grads->y + here, k);
     if (s->D)
         load_all(D, s->D + k.group * s->width + k.first, k);
@@ -139,6 +153,8 @@ static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
     }
     for (int64_t v = 0; v < k.vectors; v++) {
         gdelta[v] = LN_2 * gdelta[v] + u[v] * gx[v];
+        if (s->bias)
+            gbias[v] += gdelta[v] *= slope[v];
         gx[v] = delta[v] * gx[v] + D[v] * gy[v];
     }
     store_all(grads->delta + here, gdelta, k);
@@ -146,10 +162,11 @@ static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
 }
 
 static void backward(const Scan *s, Block k, const Gradients *grads) {
-    Vector u[VECTORS], delta[VECTORS], x[VECTORS], gD[VECTORS] = {0};
+    Vector u[VECTORS], x[VECTORS], gD[VECTORS] = {0}, gbias[VECTORS] = {0};
     int64_t block = s->size * k.vectors, chunks = (s->length + s->span - 1) / s->span;
     Vector *carry = s->scratch, *gA = carry + block, *rates = gA + block;
     Vector *decays = rates + block, *h = decays + s->span * block;
+    Vector *deltas = h + (s->span + 1) * block, *slopes = deltas + s->span * k.vectors;
     memset(carry, 0, 2 * block * sizeof *carry);
     for (int64_t n = 0; n < s->size; n++)
         load_all(rates + n * k.vectors, s->rates + rate(s, k, n), k);
@@ -160,15 +177,17 @@ static void backward(const Scan *s, Block k, const Gradients *grads) {
             load_all(h + n * k.vectors, s->states + state(s, k, chunk - 1, n), k);
         for (int64_t i = 0; i < steps; i++) {
             load_all(u, s->u + channel(s, k, start + i), k);
-            load_all(delta, s->delta + channel(s, k, start + i), k);
+            Vector *delta = deltas + i * k.vectors;
+            step_sizes(s, k, start + i, delta, slopes + i * k.vectors);
             for (int64_t v = 0; v < k.vectors; v++)
                 x[v] = delta[v] * u[v];
             step(s, k, start + i, rates, delta, x, h + i * block, h + (i + 1) * block,
                  decays + i * block);
         }
         for (int64_t i = steps - 1; i >= 0; i--)
-            step_back(s, k, start + i, grads, rates, decays + i * block, h + i * block,
-                      h + (i + 1) * block, carry, gA, gD);
+            step_back(s, k, start + i, grads, rates, deltas + i * k.vectors,
+                      slopes + i * k.vectors, decays + i * block, h + i * block,
+                      h + (i + 1) * block, carry, gA, gD, gbias);
     }
     for (int64_t v = 0; v < k.vectors; v++) {
         int64_t p = v * LANES, count = k.channels - p;
@@ -176,24 +195,25 @@ static void backward(const Scan *s, Block k, const Gradients *grads) {
             float *to = grads->A + rate(s, k, n) + p;
             store(to, load(to, count) + gA[n * k.vectors + v], count);
         }
-        float *to = grads->D + k.group * s->width + k.first + p;
-        store(to, load(to, count) + gD[v], count);
+        int64_t at = k.group * s->width + k.first + p;
+        store(grads->D + at, load(grads->D + at, count) + gD[v], count);
+        store(grads->bias + at, load(grads->bias + at, count) + gbias[v], count);
     }
 }
 
 int64_t scan_scratch(int64_t size, int64_t span) {
-    return CHANNELS * size * (2 * span + 4) + LANES;
+    return CHANNELS * (size * (2 * span + 4) + 2 * span) + LANES;
 }
 
-/* y, or where it is null the gradients: those of A, B, C and D are added to what is there. */
+/* y, or where it is null the gradients: those of A, B, C, D and bias are added to what is there. */
 void scan(const float *u, const float *delta, const float *rates, const float *B, const float *C,
-          const float *D, const float *keep, float *states, float *scratch, float *y,
-          const float *gy, float *gu, float *gdelta, float *gA, float *gB, float *gC, float *gD,
-          int64_t batch, int64_t length, int64_t groups, int64_t size, int64_t width,
-          int64_t span) {
-    Scan s = {u, delta, rates, B, C, D, keep, states, aligned(scratch), batch, length, groups, size,
-              width, span};
-    Gradients grads = {gy, gu, gdelta, gA, gB, gC, gD};
+          const float *D, const float *bias, const float *keep, float *states, float *scratch,
+          float *y, const float *gy, float *gu, float *gdelta, float *gA, float *gB, float *gC,
+          float *gD, float *gbias, int64_t batch, int64_t length, int64_t groups, int64_t size,
+          int64_t width, int64_t span) {
+    Scan s = {u, delta, rates, B, C, D, bias, keep, states, aligned(scratch), batch, length, groups,
+              size, width, span};
+    Gradients grads = {gy, gu, gdelta, gA, gB, gC, gD, gbias};
     for (int64_t row = 0; row < batch; row++)
         for (int64_t group = 0; group < groups; group++)
             for (int64_t first = 0; first < width; first += CHANNELS) {
