@@ -8,6 +8,7 @@ import yaml
 from PIL import Image
 
 from tread_zoo.config import make_config
+from tread_zoo.evaluation import held_out
 from tread_zoo.registry import available, get_entry
 from tread_zoo.training import log
 from tread_zoo.training.loop import train
@@ -90,9 +91,10 @@ def parts_of(given) -> Setup:
 def train_small(folder, *overrides, **fields):
     """Train the small run with overrides in `folder`, and return it.
 
-    No curve is drawn: that takes longer than so few steps.
+    No curve is drawn and few held-out images are asked: either takes longer than so few steps.
     """
-    with mock.patch.object(log, "plot_losses"):
+    few = mock.patch.object(held_out, "HELD_OUT_IMAGES", 16)
+    with mock.patch.object(log, "plot_losses"), few:
         return train(**{**settings(*overrides), **fields, "run_dir": str(folder)})
 
 

@@ -291,6 +291,18 @@ def test_a_wrong_command_line_is_one_line_with_the_right_spelling(
     assert meant in error
 
 
+@pytest.mark.parametrize("kind", [ValueError, FloatingPointError, OSError])
+def test_an_error_of_a_run_is_one_line_and_status_1(kind, monkeypatch, capsys):
+    def fail(settings):
+        raise kind("step 3: the loss is nan")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1"])
+    with pytest.raises(SystemExit) as end:
+        command("train", RunConfig)(fail)()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: step 3: the loss is nan\n"
+
+
 @pytest.mark.parametrize("text", ["emma", "ema:", "ema:wide", "model:0.1"])
 def test_weights_have_one_form_or_are_refused(text):
     fields = {"checkpoint": "x", "weights": "ema:0.050"}

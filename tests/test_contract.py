@@ -32,7 +32,7 @@ def test_every_architecture_is_checked():
     assert classes(list_backbones()) == classes([*SMALL, "diffusers"])
 
 
-COMPILED = ("dit_tiny", "mamba_tiny", "uvit_tiny")  # in seconds; the others nightly
+COMPILED = ("dit_tiny", "mamba_tiny")  # in seconds; the others nightly
 
 
 def marks(name, check):

@@ -57,7 +57,7 @@ def test_what_the_guide_writes_keeps_the_contract(own_registry, name):
 
 
 @pytest.mark.parametrize(
-    "backbone", ["dit_tiny", pytest.param("mamba_tiny", marks=pytest.mark.slow)]
+    "backbone", ["dit_tiny", pytest.param("mamba_tiny", marks=pytest.mark.nightly)]
 )
 def test_the_quickstart_is_short_and_runs(backbone, tmp_path, monkeypatch, capsys):
     code = (ROOT / "examples" / "quickstart.py").read_text().split('"""', 2)[2]

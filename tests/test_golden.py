@@ -103,8 +103,11 @@ def test_the_first_steps(name, tmp_path, monkeypatch):
     close(numbers_of(tmp_path, "loss"), golden[:FIRST], 1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("mamba", marks=pytest.mark.nightly),
+     pytest.param("dit_edm_dense", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_50_steps_and_their_scores(name, tmp_path):
     figures, golden = train_and_score(name, tmp_path / "run"), json.loads(FIGURES.read_text())[name]
     close(figures["losses"], golden["losses"], 5e-3)

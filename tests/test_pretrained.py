@@ -1,6 +1,7 @@
 """Networks as folders: saved, loaded, downloaded, uploaded. The hub is a folder here."""
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 import huggingface_hub
@@ -21,7 +22,7 @@ from tread_zoo import (
 from tread_zoo.data import digits
 from tread_zoo.data.builtin import npz
 from tread_zoo.diffusion import FlowMatching
-from tread_zoo.evaluation.held_out import held_out_loss
+from tread_zoo.evaluation import held_out
 from tread_zoo.factory import add_routing, describe_backbone
 from tread_zoo.runs.checkpoint import save_checkpoint
 
@@ -77,14 +78,18 @@ COMMITTED = sorted((ROOT / "examples" / "checkpoints").iterdir())  # these come 
 MORE = sorted((ROOT / "examples" / "more_checkpoints").iterdir())
 
 
+clothes = cache(lambda: npz(str(FASHION_MNIST), pad_to=32))
+
+
 @pytest.mark.parametrize("folder", COMMITTED + MORE, ids=lambda folder: folder.name)
-def test_a_committed_network_has_learnt_its_images(folder):
+def test_a_committed_network_has_learnt_its_images(folder, monkeypatch):
+    monkeypatch.setattr(held_out, "HELD_OUT_IMAGES", 64)
     backbone, of_clothes = load_pretrained(folder), folder.name.endswith("_fashion_mnist")
     assert (folder / "model.safetensors").stat().st_size <= 2**19 * (4 if of_clothes else 1.05)
     if of_clothes and not FASHION_MNIST.exists():
         pytest.skip(f"{FASHION_MNIST} is absent")
-    data = npz(str(FASHION_MNIST), pad_to=32) if of_clothes else digits()
-    loss, _ = held_out_loss(backbone, FlowMatching(), data, seed=0, precision="fp32")
+    data = clothes() if of_clothes else digits()
+    loss, _ = held_out.held_out_loss(backbone, FlowMatching(), data, seed=0, precision="fp32")
     assert loss < (0.25 if of_clothes else 0.5)  # of an untrained one: 1.6
 
 

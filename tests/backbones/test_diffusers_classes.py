@@ -110,7 +110,7 @@ def test_every_method(cls, method, check):
     METHOD_CHECKS[check](MethodProbe(method, probe))
 
 
-@EVERY_CLASS
+@pytest.mark.parametrize("cls", FEW)
 def test_routes_save_flops(cls):
     backbone = build(cls)
     dense, routed = (
@@ -184,13 +184,8 @@ def test_the_absence_of_diffusers_names_the_extra(monkeypatch):
         build("SD3Transformer2DModel")
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [
-        pytest.param(c, marks=getattr(pytest.mark, "slow" if c.startswith("SD3") else "nightly"))
-        for c in CONFIGS
-    ],
-)
+@pytest.mark.nightly
+@EVERY_CLASS
 def test_it_learns_digits(cls, tmp_path):
     given = ["data=digits", "training.num_steps=200", "training.batch_size=64"]
     folder = run(tmp_path, cls, *given, "optimizer.learning_rate=auto")

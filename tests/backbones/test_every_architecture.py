@@ -67,12 +67,9 @@ def test_the_residual_stream_stays_float32_under_autocast(name):
     assert all(torch.float32 in of_block for of_block in kinds)
 
 
-QUICK = ("dit_tiny", "gla_tiny", "uvit_tiny")  # whose operations take no time to trace
-
-
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in SMALL],
+    [pytest.param(name, marks=() if name == "dit_tiny" else pytest.mark.nightly) for name in SMALL],
 )
 def test_few_graphs_whatever_the_depth(name, monkeypatch):
     """At most four for dense and routed steps, another rate and another batch size."""
@@ -108,6 +105,16 @@ def test_registers_are_learned_tokens_that_no_route_takes(name):
     with torch.no_grad():
         network.registers.neg_()
     assert (out != network(*probe.inputs())).flatten(1).any(1).all(), "they reach no image"
+
+
+SHELLS = ("dit_tiny", "mamba_tiny", "rwkv7_tiny", "uvit_tiny")  # one of each
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in SHELLS else pytest.param(n, marks=pytest.mark.nightly) for n in SMALL]
+)
+def test_registers_keep_the_contract(name):
+    probe = Probe(name, overrides={**SMALL[name], "num_registers": 2})
     for check in (
         "tokens_leave_and_rejoin", "blocks_see_kept_tokens", "bypassed_tokens_are_unseen",
         "gradients_flow", "scan_order_is_the_dense_one", "blocks_depend_on_what_they_declare",

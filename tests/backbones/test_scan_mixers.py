@@ -10,7 +10,6 @@ from backbones.mixers.delta import BidirectionalDelta, KimiDelta
 from backbones.mixers.gla import BidirectionalGLA
 from backbones.mixers.selective_scan import OneWayScan, SelectiveScan
 from backbones.mixers.ssd import BidirectionalSSD
-from backbones.zigma import ZigMaBlock
 from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.kernels import softplus
@@ -196,25 +195,6 @@ def test_a_mixer_equals_its_formulas(kind, name, gaps):
         x = torch.randn(2, extra + places.shape[1], 8, dtype=torch.float64)
         expected = loop(mixer, x, walks_of(places, name, 3, extra, context))
         torch.testing.assert_close(mixer(x, mixer.prepare(layout)), expected)
-
-
-@torch.no_grad()
-def test_a_block_of_zigma_adds_its_norm_and_the_gated_mixer():
-    block = randomized(ZigMaBlock(8, OneWayScan(8, **SIZES)))
-    x, condition = torch.randn(2, 6, 8).double(), torch.randn(2, 8).double()
-    scan = block.prepare(Layout(GRID, 0, IDS))
-    normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * block.norm.weight
-    shift, scale, gate = block.modulation(condition)[:, None].chunk(3, -1)
-    expected = x + normed + gate * block.mixer(normed * (1 + scale) + shift, scan)
-    torch.testing.assert_close(block((x,), condition, scan)[0], expected)
-
-
-def test_layers_of_zigma_take_the_eight_serpentines_in_turn():
-    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 0, "hidden_size": 8, "depth": 8}
-    network, layout = create_backbone("zigma_tiny", **sizes), Layout((4, 4), 0)
-    for index, block in enumerate(network.blocks):
-        walk = block.prepare(layout).permute(torch.arange(16)[None, :, None])
-        assert torch.equal(walk.flatten(), scan_order("serpentine8", (4, 4), index))
 
 
 def test_kda_has_no_option_for_what_makes_it_kda():

@@ -1,9 +1,11 @@
 """Folders of runs, written from known numbers."""
 
 import json
+from unittest import mock
 
 from PIL import Image
 
+from tread_zoo.comparison import figures
 from tread_zoo.config import make_config
 
 FLOPS = {"none": 1000.0, "tread": 700.0}
@@ -94,3 +96,10 @@ def write(path, value):
 
 def write_lines(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def without_figures():
+    """Return a context in which no figure of a report is drawn: that takes most of its time."""
+    names = ("draw_lines", "draw_plane", "add_legend")
+    nothing = {name: mock.Mock() for name in names}
+    return mock.patch.multiple(figures, as_svg=lambda *given, **options: "<svg></svg>", **nothing)

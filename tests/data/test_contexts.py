@@ -25,11 +25,6 @@ from tread_zoo.data import make_loader
 from tread_zoo.registry import create
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def write_folder(root, arrays, suffix="context.npy"):
     for i, array in enumerate(arrays):
         folder = root / ("ant" if i < 4 else "bee")

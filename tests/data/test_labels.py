@@ -2,7 +2,6 @@
 
 import unicodedata
 
-import datasets
 import numpy as np
 import pytest
 
@@ -12,12 +11,6 @@ from tread_zoo.diffusion.conditions import class_number
 from tread_zoo.registry import create
 
 NFD = unicodedata.normalize("NFD", "café")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def from_npz(folder, labels):

@@ -16,12 +16,6 @@ from tread_zoo.data.pictures import open_picture, read_picture, resize_and_crop
 from tread_zoo.registry import create
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Two classes of 5 flat pictures, of all kinds of names, one nested, beside other files."""

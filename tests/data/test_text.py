@@ -21,11 +21,6 @@ from tread_zoo.registry import create
 TEXTS = ["a red cross", "a green frame", "blue stripes", "a cross", "a blue cross", "red"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def write_pictures(root, names):
     for value, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)

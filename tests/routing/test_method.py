@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.drawn import draw
 from tests.routing.test_selectors import SELECTORS
 from tread_zoo import create
 from tread_zoo.config import make_config
@@ -168,16 +167,3 @@ def test_layers_are_dropped_as_often_as_asked(unit):
     for block in range(2, 6):
         assert sum(block in each for each in blocks) == pytest.approx(250, abs=50)
     assert {len(each) for each in blocks} == ({0, 4} if unit == "range" else {0, 1, 2, 3, 4})
-
-
-def test_a_helper_of_these_tests_draws_what_a_run_would():
-    """`tests.drawn.draw` numbers images and steps as training does."""
-
-    class Network:
-        num_blocks, grid, widths, skips = 12, (4, 6), (8,), {}
-        default_range, default_selector = (2, -4), "random"
-
-    (route,) = draw(Network, batch=3, index=1, num_steps=2, seed=5)
-    generator = make_image_generator("route", 5, 1, images=range(3))
-    (same,) = create("routing", "tread").draw(Stack.of(Network), generator, Step(1, 2, 5))
-    assert torch.equal(route.ids, same.ids)

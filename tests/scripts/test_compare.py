@@ -12,7 +12,7 @@ import pytest
 
 from scripts import compare
 from scripts.compare import make_cells, read_settings, split_sweeps
-from tests.comparison.recorded import write_run
+from tests.comparison.recorded import without_figures, write_run
 from tread_zoo.cli import CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def call(monkeypatch, capsys):
 
     def call(*given, status=0):
         monkeypatch.setattr(sys, "argv", ["compare.py", *given])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as left, without_figures():
             compare.main()
         said = capsys.readouterr()
         assert left.value.code == status, said.err

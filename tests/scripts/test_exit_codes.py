@@ -71,15 +71,6 @@ def test_ctrl_c_to_a_launcher_and_all_it_started(tmp_path, free_port):
     find_checkpoint(tmp_path / "run")
 
 
-def test_a_run_whose_time_is_over_saves_and_asks_to_be_run_again(tmp_path):
-    process = start(
-        str(ROOT / "scripts/train.py"), *LONG, "training.max_time_s=1", "run_dir=run", cwd=tmp_path
-    )
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 75, output
-    assert f"step_{find_checkpoint(tmp_path / 'run').step:08d}" in output
-
-
 def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     """A finder that sends the signal as the import of torch begins, and goes on."""
     interrupt = (
@@ -96,14 +87,3 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     output, _ = process.communicate(timeout=100)
     assert (process.returncode, output) == (130, "stopped by Ctrl-C before anything began\n")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_loss_that_is_not_finite_is_one_line_and_status_1(tmp_path):
-    process = start(
-        str(ROOT / "scripts/train.py"), *SMALL, "optimizer.learning_rate=1e38",
-        "lr_schedule=constant", "lr_schedule.warmup_steps=0", "run_dir=run", cwd=tmp_path,
-    )  # fmt: skip
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 1
-    assert "error: step " in output
-    assert "Traceback" not in output

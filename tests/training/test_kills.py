@@ -65,7 +65,7 @@ def kill_at_random(folder, overrides, rounds, seed):
     ("overrides", "rounds"),
     [
         (("objective=flow",), 1),
-        pytest.param(("objective=flow",), 6, marks=pytest.mark.slow),
+        pytest.param(("objective=flow",), 6, marks=pytest.mark.nightly),
         pytest.param(("objective=edm", "backbone=mamba"), 6, marks=pytest.mark.slow),
     ],
 )

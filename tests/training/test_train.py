@@ -4,7 +4,6 @@ import copy
 import json
 import logging
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -269,12 +268,6 @@ class Fails:
         return {}["slope"]
 
 
-def test_a_run_outside_the_main_thread(run, tmp_path):
-    with ThreadPoolExecutor(1) as pool:
-        folder = pool.submit(run, "run", "training.num_steps=2").result()
-    assert find_checkpoint(folder).step == 2
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -332,7 +325,7 @@ def test_forms_set_by_hand_run_and_are_refused_by_name(run):
         set_forms({})
 
 
-@pytest.mark.parametrize("backbone", ["dit", pytest.param("mamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backbone", ["dit", pytest.param("mamba", marks=pytest.mark.nightly)])
 def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
     """Graphs are captured, not translated, which suffices to test compiling and resuming."""
     from tread_zoo.training import setup

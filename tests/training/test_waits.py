@@ -106,8 +106,17 @@ def trace(monkeypatch, *overrides):
     assert next(setup.backbone.parameters()).is_meta
 
 
-@pytest.mark.parametrize("routing", ["none", "tread"])
-@pytest.mark.parametrize("backbone", available("backbone", "*_tiny"))
+FEW = ("dit_tiny", "mamba_tiny", "rwkv7_tiny")  # whose dense steps stand for those of the others
+
+
+@pytest.mark.parametrize(
+    ("backbone", "routing"),
+    [
+        pytest.param(b, r, marks=() if r == "tread" or b in FEW else pytest.mark.nightly)
+        for b in available("backbone", "*_tiny")
+        for r in ("none", "tread")
+    ],
+)
 def test_a_step_neither_reads_from_the_device_nor_copies_to_it(monkeypatch, backbone, routing):
     sizes = [f"backbone={backbone}", *SIZES.get(backbone, [])]
     trace(monkeypatch, *sizes, f"routing={routing}", "training.horizontal_flip=true")

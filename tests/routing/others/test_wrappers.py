@@ -1,6 +1,5 @@
 """Routed networks within what users wrap them in: peft, accelerate, DDP, compiled blocks."""
 
-import copy
 import os
 import socket
 
@@ -81,15 +80,6 @@ def test_accelerate_prepares_saves_and_resumes(tmp_path):
     run(network, inputs)
     accelerator.load_state(str(tmp_path))
     assert torch.equal(run(network, inputs), expected)
-
-
-@pytest.mark.parametrize("name", [SD3, FLUX])
-def test_copies_of_a_network(name):
-    network = build(name)
-    enable_routing(network, start=1, end=3)
-    twin = copy.deepcopy(network)
-    inputs = CASES[name].inputs(2)
-    assert torch.equal(run(network, inputs), run(twin, inputs))
 
 
 @pytest.mark.parametrize(
