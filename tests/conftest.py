@@ -41,6 +41,16 @@ def pytest_configure(config):
         os.environ["PYTEST_ADDOPTS"] = "-n 0"
 
 
+@pytest.fixture
+def own_registry(monkeypatch):
+    """Forget after the test what it registers."""
+    from tread_zoo import registry
+
+    for kind in registry.KINDS:  # all are there before the registry is copied
+        registry.available(kind)
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+
 @pytest.fixture(scope="session")
 def free_port():
     """Return a port that nothing listens on."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.small_run import SMALL
-from tread_zoo import list_backbones, register_backbone, registry
+from tread_zoo import register_backbone
 from tread_zoo.testing import CHECKS, Probe
 
 ROOT = Path(__file__).parents[1]
@@ -25,13 +25,6 @@ def test_a_row_is_a_short_mixer_and_three_lines_and_opens_the_guide():
     _, mixer, row = re.split(r"\n\n\n", code)
     assert len([line for line in mixer.splitlines() if line.strip()]) <= MIXER_LINES
     assert len(row.splitlines()) == ROW_LINES
-
-
-@pytest.fixture
-def own_registry(monkeypatch):
-    """Forget after the test what it registers."""
-    list_backbones()
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 def guides(first_line):

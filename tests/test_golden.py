@@ -18,9 +18,8 @@ import torch
 
 from tests.data.published_files import FASHION_MNIST
 from tests.small_run import full_settings
-from tread_zoo import registry
 from tread_zoo.evaluation import score
-from tread_zoo.registry import available, register
+from tread_zoo.registry import register
 from tread_zoo.training.loop import train
 from tread_zoo.training.signals import Stopped
 
@@ -91,10 +90,7 @@ def close(one, other, rtol):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_first_steps(name, tmp_path, monkeypatch):
-    for kind in ("lr_schedule", "backbone"):  # all are there before the registry is copied
-        available(kind)
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def test_the_first_steps(own_registry, name, tmp_path):
     register("lr_schedule", "first_steps")(FirstSteps)
     settings = full_settings(*RUNS[name], *SMALL, "lr_schedule=first_steps")
     with pytest.raises(Stopped):

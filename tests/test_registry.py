@@ -17,12 +17,7 @@ NOT_BY_ITSELF = {*available("tracker"), "custom"} - {"local"}
 SMALL = {"input_size": 8, "in_channels": 1, "num_classes": 10}
 
 
-@pytest.fixture(autouse=True)
-def entries(monkeypatch):
-    """Forget what a test registers."""
-    for kind in KINDS:
-        available(kind)
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+pytestmark = pytest.mark.usefixtures("own_registry")
 
 
 @dataclass(frozen=True)

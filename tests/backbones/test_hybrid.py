@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.small_run import fields_of
-from tread_zoo import create_backbone, list_backbones, registry
+from tread_zoo import create_backbone, registry
 from tread_zoo.config import make_config
 from tread_zoo.testing import CHECKS, Probe
 
@@ -61,9 +61,7 @@ def test_a_list_from_the_command_line():
     assert config.backbone["pattern"][0] == {"name": "gla", "repeat": 3, "gaps": "decay"}
 
 
-def test_a_mixer_of_another_package_can_stand_in_it(monkeypatch):
-    list_backbones()
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def test_a_mixer_of_another_package_can_stand_in_it(own_registry):
     runpy.run_path("examples/plugin/tread_zoo_mixer.py")
     pattern = [{"name": "mixer", "gated": False}, {"name": "gated_deltanet"}]
     probe = Probe("hybrid_tiny", overrides={"hidden_size": 32, "depth": 4, "pattern": pattern})

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from backbones import DiT, Mamba, UViT
 from tests.testing import own_loops
-from tread_zoo import list_backbones, register_backbone, registry
+from tread_zoo import register_backbone
 from tread_zoo.contract.backbone import PerToken
 from tread_zoo.testing import CHECKS, Probe
 from tread_zoo.testing.probe import Advice
@@ -264,10 +264,8 @@ MORE = [
 
 
 @pytest.fixture
-def as_probe(monkeypatch):
+def as_probe(own_registry):
     """Return a function that registers a class, for this test alone, and returns its probe."""
-    list_backbones()
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
     def register(cls, overrides):
         register_backbone("planted")(cls)

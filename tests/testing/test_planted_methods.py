@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tread_zoo import available, list_backbones, register, registry
+from tread_zoo import register
 from tread_zoo.contract.crossing import Crossing, gather, row_index, scatter
 from tread_zoo.routing import Select, Skip
 from tread_zoo.routing.methods import MixtureOfDepths, Sprint, Tread
@@ -279,10 +279,8 @@ FAULTS = [
 
 
 @pytest.fixture
-def planted(monkeypatch):
+def planted(own_registry):
     """Return a function that registers a method, for this test alone, and returns its probe."""
-    available("routing"), list_backbones()
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
     def probe(cls):
         own = "__dataclass_params__" in vars(cls)
