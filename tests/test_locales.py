@@ -1,4 +1,4 @@
-"""Files are UTF-8 wherever they are written, and a locale of ASCII ends nothing."""
+"""All files are written in UTF-8, and an ASCII locale ends no command."""
 
 import ast
 import os

@@ -116,7 +116,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             path: a run's folder, a checkpoint, or `user/name` on the hub.
             weights: see `load_backbone`.
             vae: the autoencoder; None is the run's, `none` does not decode latents.
-            text_encoder: of prompts; None is the run's, `none` takes contexts only.
+            text_encoder: the text encoder of prompts; None is the run's; with `none`, only
+                contexts can be given.
         """
         run = restore(path, weights=weights, device="cpu", precision="fp32")
         codec = run.codec(vae)

@@ -114,8 +114,8 @@ class BidirectionalSSD(ScanMixer):
         | `in_proj` | uniform within 1 / sqrt(fan in) |
         | `out_proj` | the same, over sqrt(number of blocks) |
         | `conv_weight`, `conv_bias` | uniform within 1 / sqrt(conv_width); 0 |
-        | `step_bias` | softplus of it log-uniform in 0.001 … 0.1 |
-        | `A_log` | exp of it uniform in 1 … 16 |
+        | `step_bias` | its softplus log-uniform in 0.001 … 0.1 |
+        | `A_log` | its exp uniform in 1 … 16 |
         | `D`, `norm` | 1 |
         """
         init_uniform(self.out_proj.weight, self.out_proj.in_features * num_blocks)

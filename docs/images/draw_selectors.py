@@ -155,7 +155,7 @@ def draw_depth(side: int, rate: float, path: Path) -> None:
 
 
 def draw_methods(path: Path) -> None:
-    """Write which block sees which token in one training step of each routing method."""
+    """Draw which block sees which token in one training step of each routing method."""
     import matplotlib.pyplot as plt
 
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def seen_by_block(routing: Any) -> Tensor:
 
 
 def draw_gaps(side: int, rate: float, path: Path) -> None:
-    """Write the walk of a scan over the kept tokens of three selectors, its gaps in red."""
+    """Draw the walk of a scan over the kept tokens of three selectors, with gaps in red."""
     import matplotlib.pyplot as plt
 
     figure, places = plt.subplots(2, 3, figsize=(8.2, 5.9))

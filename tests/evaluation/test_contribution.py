@@ -89,7 +89,7 @@ def test_planted_parts_of_the_output_are_found(objective):
 
 
 def test_the_rise_of_the_loss_is_that_of_a_loop_by_hand():
-    """Flow matching: the mean of |v + a x_t|^2, a the share of the output that is left."""
+    """Flow matching: the mean of |v + a x_t|^2, where a is the remaining fraction of the output."""
     x, objective = torch.randn(5, 1, 8, 8), create("objective", "flow")
     worth = contributions(Planted(), objective, x, None, ranges=[(0, 3)], precision="fp32")
     generator = make_generator("worth")

@@ -129,8 +129,8 @@ def write_random_inception(file):
 
 @pytest.mark.slow
 def test_inception_gives_what_torch_fidelity_gives_and_the_spatial_features(tmp_path):
-    """The spatial ones by hand: ADM's mixed_6/conv is the 1x1 branch of the 7th block, after ReLU,
-    its 7 first channels in the order [H, W, 7]."""
+    """Spatial features by hand: ADM's mixed_6/conv is the 1x1 branch of the 7th block after ReLU;
+    its first 7 channels in the order [H, W, 7]."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     from torch_fidelity.interpolate_compat_tensorflow import (
         interpolate_bilinear_2d_like_tensorflow1x as resize,

@@ -27,7 +27,7 @@ def fast_form(request):
 )
 def test_long_decays_and_large_keys_stay_exact(fast_form, reach, keys, subset) -> None:
     """Log-decays that sum to -1000 and more, none at all, and growth by e^25, with keys of ±50."""
-    shape, length = (2, 61, 16), 256 if subset else 61  # no whole number of chunks
+    shape, length = (2, 61, 16), 256 if subset else 61  # the last chunk is not full
     positions = make_positions(2, 61, 256) if subset else None
     exact = make_inputs(shape, reach=reach, keys=keys)
     truth = run(bidirectional_wkv_naive, exact, positions, length)

@@ -42,7 +42,7 @@ LONG = [*SMALL, "training.num_steps=100000", "training.log_every=1", "lr_schedul
 
 
 def test_signals_to_every_process_even_the_loaders_workers(tmp_path):
-    """SIGHUP and SIGTERM, which would end a worker and with it the run, and what requeues."""
+    """SIGHUP and SIGTERM, which would end a worker and so the run, and the signals that requeue."""
     process = start(
         str(ROOT / "scripts/train.py"), *LONG, *save_photos(tmp_path / "photos"),
         "training.num_workers=1", "run_dir=run", cwd=tmp_path,
