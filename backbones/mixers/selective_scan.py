@@ -123,7 +123,7 @@ class SelectiveScan(ScanMixer):
         | `in_proj`, `select`, `step_weight` | uniform within 1 / sqrt(fan in) |
         | `out_proj` | the same, over sqrt(number of blocks) |
         | `conv_weight`, `conv_bias` | uniform within 1 / sqrt(conv_width); 0 |
-        | `step_bias` | softplus of it log-uniform in 0.001 … 0.1 |
+        | `step_bias` | its softplus log-uniform in 0.001 … 0.1 |
         | `A_log` | log 1 … log S for each channel |
         | `D` | 1 |
         """
