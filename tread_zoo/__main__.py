@@ -8,6 +8,7 @@ eval "$(tread-zoo --shell-completion)"                  # bash; zsh after bashco
 import ast
 import runpy
 import sys
+from collections.abc import Callable
 
 from tread_zoo.cli import CONFIGS, SCRIPTS, errors_in_one_line
 from tread_zoo.errors import unknown_name
@@ -45,8 +46,10 @@ complete -o nospace -o default -F _tread_zoo tread-zoo
 def main() -> None:
     """Run the script named first; the other words are its arguments."""
     name, *words = sys.argv[1:] or ["--help"]
-    texts = {"-h": overview, "--help": overview, "--version": lambda: __version__,
-             "--shell-completion": lambda: COMPLETION}  # fmt: skip
+    texts: dict[str, Callable[[], str]] = {
+        "-h": overview, "--help": overview, "--version": lambda: __version__,
+        "--shell-completion": lambda: COMPLETION,
+    }  # fmt: skip
     if name in texts:
         with errors_in_one_line():
             print(texts[name]())

@@ -231,9 +231,9 @@ class CaptionedImages(Dataset[Any]):
         caption = self.images.caption(index)
         if caption not in self.numbers:
             raise ValueError("its caption has changed since the start.")
-        is_text = self.contexts is None
-        condition = caption if is_text else self.contexts[self.numbers[caption]]
-        return self.images[index][0], condition
+        if self.contexts is None:
+            return self.images[index][0], caption
+        return self.images[index][0], self.contexts[self.numbers[caption]]
 
     def item_name(self, index: int) -> str:
         """Return the name of item `index` for logs."""
@@ -278,7 +278,9 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
     size = len(texts) * math.prod(shape)
     contexts = torch.from_file(str(file), size=size, dtype=torch.float16).view(-1, *shape)
     numbers = {text: number for number, text in enumerate(texts)}
-    captioned = {name: CaptionedImages(part, numbers, contexts) for name, part in parts.items()}
+    captioned: dict[str, Any] = {
+        name: CaptionedImages(part, numbers, contexts) for name, part in parts.items()
+    }
     return replace(
         data, **captioned, num_classes=0, class_names=(), context=shape,
         text_encoder={"name": encoder.name, **encoder.metadata},
