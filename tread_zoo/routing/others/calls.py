@@ -1,6 +1,6 @@
 """One forward pass of another project's network, with blocks called on some of the tokens.
 
-While the network runs, its lists of blocks are lists of `Call`s, which hold the `Frame` of this
+While the network runs, its lists of blocks are lists of `Call`s, which hold the `RoutedPass` of this
 pass. Gradient checkpointing keeps the `Call`s, so a recomputation uses the crossings of its own
 pass, whatever ran since. Crossings are disjoint and only see image tokens.
 
@@ -23,7 +23,7 @@ from tread_zoo.routing.others.check import Verdict, cycle, examine, most_similar
 class Call:
     """Stands in for a block in a list; `index` is None if the list is only watched to find N."""
 
-    def __init__(self, frame: "Frame", index: int | None, block: nn.Module) -> None:
+    def __init__(self, frame: "RoutedPass", index: int | None, block: nn.Module) -> None:
         self.frame, self.index, self.block = frame, index, block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class Passage:
     exit: Exit | None
 
 
-class Frame:
+class RoutedPass:
     """The state of one forward pass. After the pass is closed it keeps no autograd graph.
 
     Args:

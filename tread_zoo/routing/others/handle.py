@@ -19,7 +19,7 @@ from tread_zoo.contract.crossing import Crossing, check_crossings
 from tread_zoo.process_group import rank_and_number
 from tread_zoo.registry import create
 from tread_zoo.routing.method import Crossings, Method, Stack, Step
-from tread_zoo.routing.others.calls import Call, Frame
+from tread_zoo.routing.others.calls import Call, RoutedPass
 from tread_zoo.routing.others.check import Verdict
 from tread_zoo.routing.others.families import FAMILIES, REFUSED, Arguments, Family
 from tread_zoo.routing.select import Select, Skip, bypassed_tokens
@@ -57,7 +57,7 @@ class Routes:
         self.verdicts: dict[str, Verdict] = {}
         self.outputs: dict[type, list[str | None]] = {}
         self.single: dict[type, bool] = {}
-        self.frames: list[Frame | None] = []  # of passes that are running; None: not routed
+        self.frames: list[RoutedPass | None] = []  # of passes that are running; None: not routed
         self.stack: Stack | None = None
         self.hooks = (
             network.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -140,7 +140,7 @@ class Routes:
         if not self.on or not self._trains(network):
             return
         names = list(inspect.signature(type(network).forward).parameters)[1:]
-        frame = Frame(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
+        frame = RoutedPass(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
         self.frames[-1] = frame
         watched = [(name, None) for name in self.family.watch]
         for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
