@@ -50,19 +50,19 @@ def describe(
     parts = [field for field in default_fields(config) if field in PART_FIELDS]
     chosen = [word.partition("=")[::2] for word in words if word.partition("=")[0] in parts]
     if chosen:
-        return "\n".join(_part(*part) if part[1] else _group(part[0]) for part in chosen)
+        return "\n".join(_part(*part) if part[1] else group(part[0]) for part in chosen)
     topics = [word for word in words if "=" not in word and word[:1] != "-" and word != "all"]
     if topics:
         raise unknown_name("--help", topics[0], parts)
-    every, group = "all" in words, ""
+    every, shown = "all" in words, ""
     lines = [doc.strip(), "", "Settings, written field=value:", ""]
     for name, options in presets.items():
         lines.append(_line(f"{prefix}{name}", "…", f"a preset: {', '.join(sorted(options))}"))
     for setting, sentence in settings(config):
         if every or RARE not in setting.marks:
-            lines += [""] * (setting.name.rpartition(".")[0] != group)
+            lines += [""] * (setting.name.rpartition(".")[0] != shown)
             lines.append(_line(prefix + setting.name, setting.default, sentence))
-            group = setting.name.rpartition(".")[0]
+            shown = setting.name.rpartition(".")[0]
     lines.append("")
     if parts:
         first = parts[0]
@@ -104,10 +104,11 @@ def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
     return explained
 
 
-def _group(kind: str) -> str:
-    """Return the names of a kind, grouped by class, each with the class's first line."""
+def group(kind: str, pattern: str = "*") -> str:
+    """Return the names of a kind that match a shell pattern, grouped by class, each with the
+    class's first line."""
     by_target: dict[Any, list[str]] = {}
-    for name in available(kind):
+    for name in available(kind, pattern):
         by_target.setdefault(get_entry(kind, name).target, []).append(name)
     lines = [f"{kind}="]
     for target, names in by_target.items():

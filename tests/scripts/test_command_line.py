@@ -237,10 +237,10 @@ def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
 
 def test_what_is_there_is_listed(tmp_path):
     said = call("list.py", cwd=tmp_path)
-    for words in ("dit ", "tiny, xl_2", "tread ", "arXiv 2501.04765", "dit_fashion_mnist"):
+    for words in ("dit_tiny", "dit_xl_2", "tread\n", "arXiv 2501.04765", "dit_fashion_mnist"):
         assert words in said
     few = call("list.py", "pattern=mamba*", cwd=tmp_path)
-    assert "mamba2 " in few
+    assert "mamba2_tiny" in few
     assert "rwkv" not in few
 
 

@@ -24,10 +24,6 @@ STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; a longer name is a
 META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # in a checkpoint
 FORMAT = 2
 META_CHECKSUM = "sha256_of_the_above"
-# Options that no longer exist but occur in earlier checkpoints, with their defaults.
-REMOVED: dict[str, dict[str, Any]] = {
-    "backbone": {"shared_modulation": False},
-}
 
 
 class CheckpointError(ValueError):
@@ -41,17 +37,6 @@ def sealed(metadata: Mapping[str, Any]) -> str:
 
 def _digest(metadata: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(metadata).encode()).hexdigest()
-
-
-def drop_removed(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata without options that no longer exist, if these have their defaults."""
-    for group, options in REMOVED.items():
-        given = metadata.get(group, {}).get("config", {}), metadata.get("config", {}).get(group, {})
-        for place in given:
-            for option, default in options.items():
-                if option in place and place[option] == default:
-                    del place[option]
-    return metadata
 
 
 @contextmanager
@@ -99,7 +84,7 @@ def read_metadata(
             if checksum(folder / file) != metadata["sha256"][file]:
                 raise ValueError(f"{file} differs from what was saved (sha256)")
     with as_checkpoint_error(folder, "is from an earlier version", "Import or train it again."):
-        return new_metadata(drop_removed(metadata))
+        return new_metadata(metadata)
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:

@@ -59,6 +59,9 @@ def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
 def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a checkpoint with today's routing methods and names of settings."""
     config, backbone = metadata.get("config", {}), metadata.get("backbone", {})
+    for options in (config.get("backbone", {}), backbone.get("config", {})):
+        if options.get("shared_modulation") is False:  # what it was without this option
+            del options["shared_modulation"]
     if "routing" in config:
         config["routing"] = new_routing(config["routing"])
     guidance = with_new_names(config).get("guidance", {})
