@@ -33,7 +33,7 @@ def prepare_process_group(device: torch.device) -> None:
 
 
 def log_waiting(timeout_s: float) -> None:
-    """Log that this process, if it is one of several, waits for the others to connect: one that
+    """Log that this process waits for the others to connect, if there are several. A process that
     failed before it could connect leaves no other sign."""
     environment = os.environ
     if (others := int(environment.get("WORLD_SIZE", "1")) - 1) > 0:

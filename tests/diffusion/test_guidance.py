@@ -195,7 +195,7 @@ def test_interval_guides_inside_and_calls_one_network_outside(objective, levels,
     ],
 )
 def test_a_rate_follows_the_fraction_of_steps(objective, sampler, rate, kept):
-    """The same for every objective; where nothing is dropped one call is made."""
+    """The rates are equal for every objective. Where nothing is dropped, one call is made."""
     levels = objective.levels(5)
     batch = batch_of(objective, levels=levels)
     dx_dt = CustomGuidance(weak_rate=rate).dx_dt(batch)
@@ -226,7 +226,7 @@ def test_kept_tokens_depend_on_seed_image_and_evaluation_alone():
     assert len(weak.flatten(0, 1).unique(dim=0)) > 170, "images or evaluations share their tokens"
     other = torch.stack([pair[0] for pair in drawn_ids([0, 1, 2, 3, 4], seed=1)])
     assert (weak == other).all(dim=-1).float().mean() < 0.05
-    for few, many in together:  # what the weak prediction sees the strong one sees, too
+    for few, many in together:  # the strong prediction sees every token that the weak one sees
         assert all(torch.isin(*rows).all() for rows in zip(few, many, strict=True))
 
 

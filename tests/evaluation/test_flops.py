@@ -264,7 +264,7 @@ def test_what_changes_over_sampling_costs_the_calls_that_happen():
 
 
 def test_two_networks_whose_rates_cross():
-    """By a cosine from 0.6 to 0, and back, of 16 tokens bypass 9, 4, 0."""
+    """The rates follow a cosine from 0.6 to 0, and the reverse: of 16 tokens, 9, 4 and 0 bypass."""
     guidance = SparseAutoGuidance(weak_checkpoint="x")
     expected = sum(
         DIT(depth=depth, routes=[(1, 3, kept)]).forward for kept in (7, 12, 16) for depth in (3, 4)

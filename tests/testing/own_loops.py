@@ -273,8 +273,8 @@ class RotatesByIndex(Rotates):
 
 
 class Serpentine(MixingNet):
-    """One scan: columns from the left, each second one upwards; run over gaps, every second block
-    backwards."""
+    """One scan: columns from the left, every second column upwards. It runs over gaps, and
+    backwards in every second block."""
 
     dependence = ("order", "ids")
 

@@ -127,7 +127,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatc
     [
         (errno.EIO, "file", False),
         (errno.EIO, "folder", False),
-        (errno.EINVAL, "folder", True),  # what a file system says that cannot do this
+        (errno.EINVAL, "folder", True),  # the error of file systems without this feature
     ],
 )
 def test_an_error_of_the_disk_is_reported(tmp_path, monkeypatch, code, kind, saves):

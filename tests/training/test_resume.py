@@ -106,7 +106,7 @@ def test_a_handler_of_before_gets_the_signal_after_saving(stopped_run, tmp_path)
 class EulerWithASignal(Euler):
     """Euler's rule for 2 evaluations, whose first one of images may be met by a signal."""
 
-    number: ClassVar[int] = 0  # the signal, once
+    number: ClassVar[int] = 0  # the signal to send, once; 0: none
     saved: ClassVar[list[int]] = []  # steps whose checkpoint was there when sampling began
     evaluated: ClassVar[list[int]] = []  # images of each evaluation since the signal
     folder: ClassVar[str] = ""

@@ -35,8 +35,9 @@ class BucketTable:
 
     Args:
         url: folder of the table.
-        cache: local folder for downloaded parts; None is that of all downloads.
-        num_cached: parts that stay there; half of them are mixed.
+        cache: local folder for downloaded parts; None is the folder of all downloads.
+        num_cached: number of parts that stay there; an epoch mixes the images of half as many at a
+            time.
 
     Raises:
         Unavailable: it cannot be reached.
@@ -61,7 +62,7 @@ class BucketTable:
         self.cache = root / hashlib.sha256(url.encode() + content).hexdigest()[:16]
         # Images are not compared, since each would bring its part.
         self.digest = hashlib.sha256(content).hexdigest()[:4]
-        self._open: dict[int, Any] = {}  # by part, the last used at the end
+        self._open: dict[int, Any] = {}  # by part, the most recently used last
 
     def __len__(self) -> int:
         return self.ends[-1]

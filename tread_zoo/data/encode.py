@@ -292,7 +292,7 @@ def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
 
     main = "image" if content == "pixels" else "latent"
     count, total, square = 0, np.zeros(1), np.zeros(1)  # by channel, in float64
-    cells: dict[str, list[Any]] = {main: [], "label": []}  # also of no image
+    cells: dict[str, list[Any]] = {main: [], "label": []}  # also if there are no images
     shapes: dict[str, list[int]] = {}
     for batch in batches:
         for name, values in batch.items():

@@ -19,7 +19,7 @@ SUFFIXES = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff",
 )  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF")  # Pillow's names of these
-METADATA = ("metadata.csv", "metadata.jsonl", "dataset.json")  # the first that is there is read
+METADATA = ("metadata.csv", "metadata.jsonl", "dataset.json")  # the first existing file is read
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
 
 

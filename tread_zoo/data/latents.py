@@ -205,7 +205,7 @@ def latents(
             the autoencoder that encoded the table; the word none means no pictures.
         held_out: fraction held out of the training part; None is the table's held-out part or,
             without one, 0.1.
-        num_classes: None is the table's; 0 drops the labels.
+        num_classes: None is the table's number; 0 drops the labels.
         context: whether contexts, if the table has them, are the condition.
         cache: folder for the downloaded files of a table in a bucket; None: $TREAD_ZOO_CACHE
             or ~/.cache/tread_zoo.

@@ -1,13 +1,13 @@
-"""The choice of an operation's implementation: made here, set by hand here, explained here.
+"""The choice of an operation's implementation: automatic or by hand, with an explanation.
 
-An operation registers its implementations in the order in which "auto" tries them. One may need a
-package and a CUDA device, or a C compiler and a CPU (`unavailable`), and may refuse a call
-(`refuses`). "auto" runs the first without a reason against it, and never the naive one. One that is
-set by hand runs or raises.
+An operation registers its implementations in the order in which "auto" tries them. An
+implementation may need a package and a CUDA device, or a C compiler and a CPU (`unavailable`), and
+may refuse a call (`refuses`). "auto" runs the first one without a reason against it, but never the
+naive one. An implementation that is set by hand runs or raises.
 
-At its first use on a device in a precision, an implementation of a package or in C is compared with
-the torch one on the operation's small example in that precision, output and gradients; one that
-differs or fails is refused from then on.
+At its first use on a device in a precision, an implementation from a package or in C is compared
+with the torch implementation on the operation's small example, output and gradients. If it differs
+or fails, it is refused from then on.
 """
 
 import logging
@@ -40,11 +40,12 @@ class Implementation:
     Args:
         name: what `set_form` takes.
         run: the function.
-        needs: what `run` calls of an optional package or a C file; it then needs a CUDA device or a
-            CPU, too, and takes no float64 and no forward-mode derivative.
+        needs: the function of an optional package or C file that `run` calls. The implementation
+            then needs a CUDA device or a CPU, too, and takes no float64 and no forward-mode
+            derivative.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
-        limits: in words, what `unsuited` lets through; "" for everything.
-        fits_all: `unsuited` is about speed only: set by hand, it takes every call.
+        limits: in words, the calls that `unsuited` accepts; "" for all calls.
+        fits_all: `unsuited` concerns only speed: set by hand, the implementation takes every call.
         tf32: float32 is multiplied in TF32, whatever torch's own setting is.
     """
 
@@ -57,7 +58,7 @@ class Implementation:
     tf32: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return why it cannot run on `device`, or None."""
+        """Return why this implementation cannot run on `device`, or None."""
         if self.needs is None:
             return None
         if device.type != self.needs.device:
@@ -65,7 +66,7 @@ class Implementation:
         return self.needs.problem()
 
     def refuses(self, *args: Any) -> str | None:
-        """Return why it does not take a call, or None."""
+        """Return why this implementation does not take a call, or None."""
         if self.needs is not None and any(
             isinstance(x, Tensor) and x.dtype == torch.float64 for x in args
         ):
@@ -75,7 +76,7 @@ class Implementation:
         return self.unsuited(*args)
 
     def tolerance(self, dtype: torch.dtype) -> float:
-        """Return how far from the truth it may be in a precision, over the largest value."""
+        """Return the largest error allowed in a precision, relative to the largest value."""
         return TOLERANCE[torch.bfloat16 if self.tf32 else dtype]
 
 
@@ -91,11 +92,11 @@ class Operation:
             "naive".
         example: (normal, batch, length, heads, width of a head) -> the arguments of a call in
             float32, as every `run` takes them; `normal(*sizes)` draws a tensor.
-        half: places of the arguments that are in half precision in a run that is; the first of
-            all arguments is one.
-        choice: "auto", or the name of the one set by hand.
-        refused: by place and name: why the comparison failed, or None where it did not.
-        logged: messages that are not logged again.
+        half: indices of the arguments that a half-precision run gives in half precision; the first
+            argument is one.
+        choice: "auto", or the name of the implementation set by hand.
+        refused: by device, precision and name: why the comparison failed, or None.
+        logged: messages that were logged, once each.
     """
 
     implementations: tuple[Implementation, ...]
@@ -148,7 +149,7 @@ def set_forms(forms: Mapping[str, str]) -> None:
 
 @contextmanager
 def plain_forms() -> Iterator[None]:
-    """Let every operation run its torch form for a while, whatever is set for it."""
+    """Run the torch form of every operation within the context, whatever is set."""
     before = get_forms()
     for operation in OPERATIONS.values():
         operation.choice = TORCH
@@ -160,7 +161,7 @@ def plain_forms() -> Iterator[None]:
 
 
 def get_forms() -> dict[str, str]:
-    """Return what is set for each operation: "auto" or the name of a form."""
+    """Return the choice for each operation: "auto" or the name of a form."""
     return {op: operation.choice for op, operation in OPERATIONS.items()}
 
 
@@ -182,8 +183,8 @@ def get_example(
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int, int, int] = (2, 71, 2, 32),
 ) -> list[Any]:
-    """Return the arguments of the operation's example, as a run in a precision has them; `sizes`
-    are batch, length, heads and width of a head."""
+    """Return the arguments of the operation's example, in the dtypes of a run in a precision.
+    `sizes` are batch, length, heads and width of a head."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -218,10 +219,10 @@ def unusable(
 def _difference_to_torch(
     op: str, which: Implementation, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Return how it fails on the example or differs from the torch form, or None."""
+    """Return how an implementation fails on the example or differs from the torch form, or None."""
     args = get_example(op, device, dtype)
     if which.refuses(*args) is not None:
-        return None  # it will not be chosen for such a call
+        return None  # it is never chosen for such a call
     try:
         difference = max(compare(which.run, get_implementation(op, TORCH).run, args))
     except Exception as error:  # a kernel built for another GPU or torch raises anything
@@ -259,15 +260,15 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
 
 
 def run(op: str, *args: Any) -> Tensor:
-    """Return what the implementation gives that takes this call."""
+    """Return the result of the implementation that takes this call."""
     return choose(op, args[0].device, *args).run(*args)
 
 
 def check_shapes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Return the size of each dimension of tensors, given as in `x=(x, "B L D"), A=(A, "D N")`.
+    """Return {dimension: size} of tensors, given as in `x=(x, "B L D"), A=(A, "D N")`.
 
     Raises:
-        ValueError: for a tensor of other dimensions, of another size than one before it, or empty.
+        ValueError: a tensor has other dimensions, another size than an earlier tensor, or is empty.
     """
     sizes: dict[str, int] = {}
     for name, (value, dims) in given.items():
@@ -287,9 +288,10 @@ def check_shapes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
 
 @contextmanager
 def reporting() -> Iterator[set[str]]:
-    """Run the torch forms, and return what would run on a GPU for each call and why: a line each.
+    """Run the torch forms, and yield a set of lines, one per call: what would run on a GPU, and
+    why.
 
-    Nothing is compared: it needs no GPU, and tensors without values will do.
+    Nothing is compared, so no GPU is needed, and tensors may be on the meta device.
     """
     report: set[str] = set()
     with plain_forms():
@@ -301,7 +303,7 @@ def reporting() -> Iterator[set[str]]:
 
 
 def _report(op: str, *args: Any) -> str:
-    """Return what "auto" would run on a GPU for a call, and why nothing before it."""
+    """Return what "auto" would run on a GPU for a call, and the reasons against earlier forms."""
     chosen = _first(
         op, "cuda", lambda each: (each.needs and each.needs.problem()) or each.refuses(*args)
     )
@@ -326,8 +328,8 @@ def describe(
     ops: Collection[str] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[str]:
-    """Return one line for each of `ops` (None: all): the form that runs on `device` in a run of
-    that precision, and why not another. What runs is compared first."""
+    """Return one line for each of `ops` (None: all): the form that runs on `device` in a
+    precision, and the reasons against others. The form is compared first."""
     return [
         f"{op}: {_describe(op, device, dtype)}" for op in OPERATIONS if ops is None or op in ops
     ]
@@ -342,12 +344,13 @@ def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
 def _first(
     op: str, kind: str, reason: Callable[[Implementation], str | None], limits: bool = False
 ) -> str:
-    """Return the first implementation for a kind of device without a reason against it, and those
-    of the others; one with `limits` is named, and the search goes on."""
+    """Return the first implementation for a kind of device without a reason against it, and the
+    reasons against earlier ones. With `limits`, a form with limits is named, and the search goes
+    on."""
     limited, reasons = "", []
     for each in OPERATIONS[op].implementations:
         if each.needs is not None and each.needs.device == "cpu" != kind:
-            continue  # nobody misses it there
+            continue  # a form for CPUs needs no mention on a GPU
         if (why := reason(each)) is not None:
             reasons.append(f"{each.name} not used: {why}")
         elif limits and each.limits:
