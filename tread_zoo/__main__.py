@@ -8,7 +8,6 @@ eval "$(tread-zoo --shell-completion)"                  # bash; zsh after bashco
 import ast
 import runpy
 import sys
-from collections.abc import Callable
 
 from tread_zoo.cli import CONFIGS, SCRIPTS, errors_in_one_line
 from tread_zoo.errors import unknown_name
@@ -46,13 +45,10 @@ complete -o nospace -o default -F _tread_zoo tread-zoo
 def main() -> None:
     """Run the script named first; the other words are its arguments."""
     name, *words = sys.argv[1:] or ["--help"]
-    texts: dict[str, Callable[[], str]] = {
-        "-h": overview, "--help": overview, "--version": lambda: __version__,
-        "--shell-completion": lambda: COMPLETION,
-    }  # fmt: skip
-    if name in texts:
+    texts = {"--version": __version__, "--shell-completion": COMPLETION}
+    if name in ("-h", "--help", *texts):
         with errors_in_one_line():
-            print(texts[name]())
+            print(texts.get(name) or overview())
     elif name in COMMANDS:
         sys.argv[1:] = words
         runpy.run_path(str(SCRIPTS / f"{COMMANDS[name]}.py"), run_name="__main__")

@@ -110,3 +110,11 @@ class EncodingConfig:
     max_corrupt_share: Annotated[Fraction, RARE] = 0.01
     device: Device = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        if "://" in self.out:
+            raise ValueError(
+                f"out={self.out!r} is in a bucket, and out is a folder on a disk: copy the whole "
+                f"folder there, as by aws s3 sync FOLDER {self.out}, and data.path={self.out} "
+                "reads it."
+            )

@@ -4,14 +4,19 @@ import json
 import shutil
 from itertools import pairwise
 
+import datasets
+import fsspec
 import pytest
 import torch
 
+from tests.data.tables import made_contexts, write_tar
 from tests.small_run import train_small
 from tests.training.test_resume import assert_same_end
+from tread_zoo.checkpoint_config import EncodingConfig
 from tread_zoo.data import StepBatches, make_loader
-from tread_zoo.data.encode import write_table
+from tread_zoo.data.encode import encode, write_table
 from tread_zoo.data.loader import Unavailable
+from tread_zoo.fields import check
 from tread_zoo.registry import create
 from tread_zoo.seeding import make_generator
 
@@ -117,3 +122,54 @@ def test_a_table_of_an_earlier_version_says_what_to_copy(tmp_path):
     file.write_text(json.dumps(metadata))
     with pytest.raises(ValueError, match=r"labels\.npy"):
         open_bucket(url, tmp_path / "cache")
+
+
+def test_a_table_is_not_written_into_a_folder_that_looks_like_a_bucket(tmp_path):
+    with pytest.raises(ValueError, match="aws s3 sync FOLDER s3://bucket/x"):
+        check(EncodingConfig, {"vae": "none", "out": "s3://bucket/x"})
+
+
+# In S3 --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(monkeypatch, tmp_path):
+    """A bucket of a server on this machine."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'tread-zoo[s3]'")
+    server = pytest.importorskip("moto.server", reason="moto is not installed")
+    here = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    here.start()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*here.get_host_and_port()))
+    monkeypatch.setenv("TREAD_ZOO_CACHE", str(tmp_path / "parts"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", str(tmp_path / "downloads"))
+    system = fsspec.filesystem("s3", skip_instance_cache=True)
+    system.mkdir("bucket")
+    yield system
+    here.stop()
+    type(system).clear_instance_cache()
+
+
+def test_shards_in_a_bucket_are_encoded_into_a_table_in_a_bucket(s3, tmp_path):
+    contexts, shards = made_contexts(8), tmp_path / "in"
+    shards.mkdir()
+    for number in range(2):
+        own = range(4 * number, 4 * number + 4)
+        write_tar(shards / f"{number:03}.tar", own, contexts=[contexts[i] for i in own])
+    s3.put(str(shards), "bucket/in", recursive=True)
+    given = {"held_out": 0.25, "context": "context.npy"}
+    data = create("data", "webdataset", path="s3://bucket/in/{000..001}.tar", **given)
+    config = EncodingConfig(vae="none", out="", part_size=3)
+    encode(data, None, tmp_path / "table", config)
+    s3.put(str(tmp_path / "table"), "bucket/table", recursive=True)
+    table = create("data", "table", path="s3://bucket/table")
+    local = create("data", "webdataset", path=str(shards), **given)
+    for part in ("train", "held_out"):
+        one, other = getattr(local, part), getattr(table, part)
+        assert len(one) == len(other) > 0
+        for i in range(len(one)):
+            assert torch.equal(one[i][0], other[i][0])
+            assert torch.equal(one[i][1].half(), other[i][1])

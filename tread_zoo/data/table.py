@@ -21,6 +21,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from tread_zoo.credentials import without_credentials
+from tread_zoo.data.bucket import is_url
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
 from tread_zoo.data.folders import SUFFIXES, columns_of, find_classes, folder_rows
@@ -360,6 +361,9 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
     from datasets.exceptions import DatasetGenerationError
     from datasets.packaged_modules.webdataset.webdataset import WebDataset as Reader
 
+    if is_url(files[0]):  # else the library streams the first samples, which fails with s3fs
+        urls = datasets.data_files.DataFilesList.from_patterns(files)
+        files = datasets.DownloadManager().download(list(map(str, urls)))
     given: Any = {"path": "webdataset", "data_files": files, "split": "train"}
     with mock.patch.dict(Reader.DECODERS, {"cls": label_text, "json": bytes.decode}):
         try:

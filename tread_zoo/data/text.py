@@ -231,9 +231,10 @@ class CaptionedImages(Dataset[Any]):
         caption = self.images.caption(index)
         if caption not in self.numbers:
             raise ValueError("its caption has changed since the start.")
+        image = self.images[index][0]
         if self.contexts is None:
-            return self.images[index][0], caption
-        return self.images[index][0], self.contexts[self.numbers[caption]]
+            return image, caption
+        return image, self.contexts[self.numbers[caption]]
 
     def item_name(self, index: int) -> str:
         """Return the name of item `index` for logs."""
