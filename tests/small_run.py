@@ -89,13 +89,16 @@ def parts_of(given) -> Setup:
 
 
 def train_small(folder, *overrides, **fields):
-    """Train the small run with overrides in `folder`, and return it.
+    """Train the small run with overrides in `folder`, and return it."""
+    return train_quickly(**{**settings(*overrides), **fields, "run_dir": str(folder)})
 
-    No curve is drawn and few held-out images are asked: either takes longer than so few steps.
-    """
+
+def train_quickly(**fields):
+    """Train without drawing a curve, and with few held-out images: either takes longer than a few
+    steps."""
     few = mock.patch.object(held_out, "HELD_OUT_IMAGES", 16)
     with mock.patch.object(log, "plot_losses"), few:
-        return train(**{**settings(*overrides), **fields, "run_dir": str(folder)})
+        return train(**fields)
 
 
 def save_photos(folder, count=40, shade=0):

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.published.tensors import theirs
-from tests.small_run import SMALL, full_settings, settings
+from tests.small_run import SMALL, full_settings, settings, train_quickly
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
-from tread_zoo.training.loop import train
 
 UNSAID = [word for word in SMALL if not word.startswith("backbone.")]
 STILL = ["training.num_steps=1", "optimizer.learning_rate=1e-12"]  # weights stay what they are
@@ -18,7 +17,7 @@ STILL = ["training.num_steps=1", "optimizer.learning_rate=1e-12"]  # weights sta
 
 def start(folder, source, *overrides):
     given = full_settings(*UNSAID, *STILL, *overrides)
-    return train(**{**given, "init_from": str(source), "run_dir": str(folder)})
+    return train_quickly(**{**given, "init_from": str(source), "run_dir": str(folder)})
 
 
 def assert_carried(source, run, *fresh):
@@ -99,12 +98,12 @@ def test_options_alone_are_those_of_the_checkpoint_s_architecture(run, tmp_path)
     source = run("source", "backbone=mamba", "training.num_steps=1")
     given = {"init_from": str(source), "run_dir": str(tmp_path / "next")}
     given |= {"backbone": {"state_size": 4, "depth": 4}}
-    folder = train(**{**settings(*STILL), **given})
+    folder = train_quickly(**{**settings(*STILL), **given})
     assert_carried(source, folder)
     config = find_checkpoint(folder).meta["config"]["backbone"]
     assert (config["name"], config["hidden_size"]) == ("mamba_tiny", 16)
     longer = {**settings(*STILL), **given, "training": {"num_steps": 2}, "resume": "latest"}
-    assert find_checkpoint(train(**longer)).step == 2
+    assert find_checkpoint(train_quickly(**longer)).step == 2
 
 
 def test_data_of_other_channels_are_an_error(tmp_path):

@@ -13,7 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.small_run import SMALL, fields_of, parts_of, save_photos, settings, train_small
+from tests.small_run import (
+    SMALL,
+    fields_of,
+    parts_of,
+    save_photos,
+    settings,
+    train_quickly,
+    train_small,
+)
 from tread_zoo.config import make_config
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
@@ -398,13 +406,13 @@ def test_a_budget_of_flops_sets_the_steps(tmp_path):
     for name, routing in {"dense": "none", "routed": "tread"}.items():
         given = fields_of(*(word for word in SMALL if "num_steps=6" not in word))
         given["training"] |= {"num_flops": budget}
-        train(**given, routing=routing, run_dir=str(tmp_path / name))
+        train_quickly(**given, routing=routing, run_dir=str(tmp_path / name))
         facts[name] = json.loads((tmp_path / name / "facts.json").read_text())
         per_step = facts[name]["images_per_step"] * facts[name]["flops_routed"]
         assert abs(facts[name]["num_steps"] - budget / per_step) <= 0.5
     assert facts["routed"]["num_steps"] > facts["dense"]["num_steps"]
     run = tmp_path / "dense"
-    train(resume="latest", run_dir=str(run), training={"num_flops": 1.5 * budget})
+    train_quickly(resume="latest", run_dir=str(run), training={"num_flops": 1.5 * budget})
     assert find_checkpoint(run).step == round(1.5 * budget / 8 / facts["dense"]["flops_dense"])
     with pytest.raises(ValueError, match=r"training.num_flops=1e\+08 sets .* leave one"):
         make_config(training={"num_flops": budget, "num_steps": 3})
