@@ -1,8 +1,8 @@
 """One forward pass of another project's network, with blocks called on some of the tokens.
 
-While the network runs, its lists of blocks are lists of `Call`s, which hold the `RoutedPass` of this
-pass. Gradient checkpointing keeps the `Call`s, so a recomputation uses the crossings of its own
-pass, whatever ran since. Crossings are disjoint and only see image tokens.
+While the network runs, its lists of blocks are lists of `Call`s, which hold the `RoutedPass` of
+this pass. Gradient checkpointing keeps the `Call`s, so a recomputation uses the crossings of its
+own pass, whatever ran since. Crossings are disjoint and only see image tokens.
 
 B batch, N image tokens, K image tokens present, T other tokens of the same sequence, D width.
 """
