@@ -16,15 +16,15 @@ from tread_zoo.testing import CHECKS, Probe
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "plugin"
 GUIDE = ROOT / "docs" / "adding_a_backbone.md"
-MIXER_LINES, ROW_LINES = 25, 3
+MIXER_LINES, BACKBONE_LINES = 25, 3
 
 
-def test_a_row_is_a_short_mixer_and_three_lines_and_opens_the_guide():
+def test_a_backbone_is_a_short_mixer_and_three_lines_and_opens_the_guide():
     code = (EXAMPLE / "tread_zoo_mixer.py").read_text().split('"""', 2)[2].strip()
     assert code in GUIDE.read_text()
-    _, mixer, row = re.split(r"\n\n\n", code)
+    _, mixer, backbone = re.split(r"\n\n\n", code)
     assert len([line for line in mixer.splitlines() if line.strip()]) <= MIXER_LINES
-    assert len(row.splitlines()) == ROW_LINES
+    assert len(backbone.splitlines()) == BACKBONE_LINES
 
 
 def guides(first_line):

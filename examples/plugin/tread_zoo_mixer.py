@@ -37,4 +37,4 @@ class PositionMixer(Mixer):
 
 @register_backbone("mixer_tiny", learning_rate=6e-3, hidden_size=80, depth=8)
 class MLPMixer(AdaLNBackbone):
-    mixer, takes_contexts = PositionMixer, False  # its matrix knows the places of the grid alone
+    mixer, takes_contexts = PositionMixer, False  # its matrix knows only positions of the grid
