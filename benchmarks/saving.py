@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 import torch.distributed.checkpoint as dcp
-from turns import make_parser, parse
+from timing import make_parser, parse
 
 from tread_zoo.runs.checkpoint import save_checkpoint
 
