@@ -378,5 +378,5 @@ def test_help_shows_settings_with_defaults_and_sentences_the_rare_ones_if_asked(
     assert "sprint" in shown("routing")
     part = shown("optimizer=muon", "sampler=heun", "routing=sprint")
     assert re.search(r"routing.absent=token +what the map gets", part)
-    assert re.search(r"optimizer.momentum=0.95 +as of torch", part)
+    assert re.search(r"optimizer.momentum=0.95 +as in torch", part)
     assert "sampler.shift=1.0" in part
