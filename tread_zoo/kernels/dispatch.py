@@ -108,7 +108,6 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
-_REPORTS: list[set[str]] = []
 used_ops: set[str] = set()  # called since the last `clear()`, outside of compiled code
 
 
@@ -244,8 +243,6 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
     compiling = torch.compiler.is_compiling()
     if not compiling:
         used_ops.add(op)
-        for report in _REPORTS:
-            report.add(_report(op, *args))
     if OPERATIONS[op].choice != AUTO:
         return _chosen_by_hand(op, device, *args)
     for each in OPERATIONS[op].implementations:
@@ -284,30 +281,6 @@ def check_shapes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
                 f"{name} has shape {list(value.shape)}; it must be [{wanted}], none of them 0."
             )
     return sizes
-
-
-@contextmanager
-def reporting() -> Iterator[set[str]]:
-    """Run the torch forms, and yield a set of lines, one per call: what would run on a GPU, and
-    why.
-
-    Nothing is compared, so no GPU is needed, and tensors may be on the meta device.
-    """
-    report: set[str] = set()
-    with plain_forms():
-        _REPORTS.append(report)
-        try:
-            yield report
-        finally:
-            _REPORTS.remove(report)
-
-
-def _report(op: str, *args: Any) -> str:
-    """Return what "auto" would run on a GPU for a call, and the reasons against earlier forms."""
-    chosen = _first(
-        op, "cuda", lambda each: (each.needs and each.needs.problem()) or each.refuses(*args)
-    )
-    return f"{op}: {chosen}"
 
 
 def _chosen_by_hand(op: str, device: torch.device, *args: Any) -> Implementation:
