@@ -8,14 +8,14 @@ It needs gradio: pip install 'tread-zoo[demo]'. The page is for this machine alo
 
 import logging
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.cli import command
 from tread_zoo.config import Weights
-from tread_zoo.fields import OPTIONS, Device, check
+from tread_zoo.fields import OPTIONS, RARE, Device, check
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class DemoConfig:
     text_encoder: str | None = None
     device: Device = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    kernels: dict[str, str] = field(default_factory=dict)
+    kernels: Annotated[dict[str, str], RARE] = field(default_factory=dict)
     port: PositiveInt = 7860
 
 

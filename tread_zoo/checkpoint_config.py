@@ -32,7 +32,7 @@ class CheckpointConfig:
     weights: Weights = "ema"
     device: Device = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    kernels: dict[str, str] = field(default_factory=dict)
+    kernels: Annotated[dict[str, str], RARE] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
