@@ -47,6 +47,16 @@ def without_paths(value: Any) -> Any:
     return re.sub(pattern, lambda match: Path(match[0]).name, value)
 
 
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that a pattern with ranges {000..127} stands for."""
+    before, *rest = re.split(r"\{(\d+)\.\.(\d+)\}", pattern, maxsplit=1)
+    if not rest:
+        return [pattern]
+    first, last, after = rest
+    numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    return [name for number in numbers for name in expand_braces(before + number + after)]
+
+
 @contextmanager
 def open_npz(path: Path, field: str) -> Iterator[Any]:
     """Yield the archive of an .npz file, whose arrays are read at first use. Raises ValueError if

@@ -9,7 +9,6 @@ C channels, H height, W width, N rows.
 import errno
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from tread_zoo.credentials import without_credentials
 from tread_zoo.data.bucket import is_url
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
+from tread_zoo.data.files import expand_braces
 from tread_zoo.data.folders import SUFFIXES, columns_of, find_classes, folder_rows
 from tread_zoo.data.labels import (
     COLUMNS,
@@ -336,7 +336,7 @@ class WebDataset(Pictures):
         import datasets
 
         where = os.path.expanduser(self.path)
-        files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
+        files = [f"{where}/*.tar"] if os.path.isdir(where) else expand_braces(where)
         table = _read_shards(files, self.path)
         whole = [c for c in table.features if table.data.column(c).null_count < len(table)]
         table = table.select_columns(whole)
@@ -376,16 +376,6 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
             return datasets.load_dataset(**given, features=datasets.Features(features))
         except DatasetGenerationError as error:
             raise ValueError(f"data.path={path!r}: {error.__cause__ or error}") from error
-
-
-def _expand_braces(pattern: str) -> list[str]:
-    """Return the names that a pattern with ranges {000..127} stands for."""
-    before, *rest = re.split(r"\{(\d+)\.\.(\d+)\}", pattern, maxsplit=1)
-    if not rest:
-        return [pattern]
-    first, last, after = rest
-    numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-    return [name for number in numbers for name in _expand_braces(before + number + after)]
 
 
 # Columns ------------------------------------------------------------------------------------------
