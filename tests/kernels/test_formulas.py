@@ -15,7 +15,7 @@ from tests.kernels.ops import (
     run,
     same_segment,
 )
-from tread_zoo.kernels import selective_scan, set_form
+from tread_zoo.kernels import selective_scan, set_form, softplus
 
 SCAN = OPS["selective_scan"]
 
@@ -114,3 +114,13 @@ def test_a_scan_decays_over_gaps(form, segments, dtype) -> None:
         ours = run(lambda *args: selective_scan(*args, segment_ids=ids, gaps=gaps), inputs)
     assert [x.dtype for x in ours] == [dtype, *(x.dtype for x in inputs)]
     assert_close(ours, truth, {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 4e-3))
+
+
+def test_softplus_and_its_gradient_are_those_of_float64():
+    x = torch.linspace(-80, 800, 8801, requires_grad=True)
+    y = softplus(x)
+    y.sum().backward()
+    with torch.no_grad():
+        exact = torch.logaddexp(x.double(), torch.zeros((), dtype=torch.float64))
+        torch.testing.assert_close(y.double(), exact, rtol=3e-7, atol=1e-35)
+        torch.testing.assert_close(x.grad.double(), x.double().sigmoid(), rtol=3e-7, atol=1e-35)

@@ -65,6 +65,7 @@ void convolution(const float *x, const float *w, const float *bias, const float 
                  int64_t end) {
     Convolution c = {x, w, bias, same, gy, y, gx, gw, gbias, length, channels, silu};
     int64_t blocks = (channels + CHANNELS - 1) / CHANNELS;
+    (void)scratch;
     for (int64_t i = begin; i < end; i++) {
         int64_t row = i / blocks, first = i % blocks * CHANNELS;
         if (taps == 4) /* a constant is unrolled */
