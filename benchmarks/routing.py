@@ -37,8 +37,8 @@ from tread_zoo.seeding import make_image_generator
 
 SCHEDULE_STEPS = 10000  # of the run over which a schedule is averaged
 TITLES = (
-    "tokens", "dense ms", "routed ms", "time routed / dense", "FLOPs routed / dense", "dense MiB",
-    "routed MiB",
+    "backbone", "tokens", "dense ms", "routed ms", "time routed / dense", "FLOPs routed / dense",
+    "time over FLOPs", "dense MiB", "routed MiB",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         for tokens in args.tokens:
             network = make_network(args, math.isqrt(tokens) * backbone.patch_size)
             cells = grown(network, *make_steps(network, routing, args), args)
-            print(f"| {tokens:,} | {' | '.join(cells)} |", flush=True)
+            print(f"| {args.backbone} | {tokens:,} | {' | '.join(cells)} |", flush=True)
         return
     steps, flops = make_steps(backbone, routing, args)
     report(take_turns(steps, args.rounds, args.device), flops)
@@ -98,14 +98,15 @@ def grown(
     flops: dict[str, float],
     args: argparse.Namespace,
 ) -> list[str]:
-    """Return the cells of a row of `--tokens`, but for the first."""
+    """Return the cells of a row of `--tokens`, but for the first two."""
     alone = args.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     seconds = take_turns(steps, args.rounds, args.device, clock)
     times = [f"{1e3 * median(each[name] for each in seconds):.1f}" for name in steps]
     ratio = median(each["routed"] / each["dense"] for each in seconds)
     memory = [f"{kept_bytes(network, step) / 2**20:.1f}" for step in steps.values()]
-    return [*times, f"{ratio:.2f}", f"{flops['routed'] / flops['dense']:.2f}", *memory]
+    of_flops = flops["routed"] / flops["dense"]
+    return [*times, f"{ratio:.2f}", f"{of_flops:.2f}", f"{ratio / of_flops:.2f}", *memory]
 
 
 def kept_bytes(network: Backbone, step: Callable[[], None]) -> int:

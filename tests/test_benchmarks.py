@@ -29,13 +29,17 @@ def test_times_stand_beside_flops(tmp_path):
 def test_time_and_memory_grow_with_the_tokens(tmp_path):
     small = ("--in-channels=1", "--num-classes=10", "--routing", "start=1", "end=3", "--tokens")
     printed = run("routing.py", "dit", *SMALL, *small, "16", "64", cwd=tmp_path).splitlines()[-2:]
-    rows = [[float(cell) for cell in line.strip("| ").split("|")] for line in printed]
-    assert [row[0] for row in rows] == [16, 64]
-    for tokens, dense_ms, routed_ms, time_ratio, flops_ratio, dense, routed in rows:
-        assert min(dense_ms, routed_ms, time_ratio, tokens) > 0
+    rows = [line.strip("| ").split(" | ") for line in printed]
+    assert [row[:2] for row in rows] == [["dit", "16"], ["dit", "64"]]
+    kept = []
+    for row in rows:
+        dense_ms, routed_ms, time_ratio, flops_ratio, over, dense, routed = map(float, row[2:])
+        assert min(dense_ms, routed_ms) > 0
         assert flops_ratio < 1
+        assert over == pytest.approx(time_ratio / flops_ratio, rel=0.03)
         assert routed < dense
-    assert rows[1][5] > 2 * rows[0][5]
+        kept.append(dense)
+    assert kept[1] > 2 * kept[0]
 
 
 def test_options_are_timed_beside_the_base(tmp_path):
