@@ -7,7 +7,7 @@ from tests.backbones.test_scan_mixers import randomized
 from tests.test_contract import SMALL
 from tests.testing.own_loops import Decays, DecaysByOwnLength
 from tread_zoo import create_backbone
-from tread_zoo.contract.backbone import Backbone, Layout
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.factory import at_size
 from tread_zoo.routing import Select
 
@@ -128,13 +128,3 @@ def test_what_blocks_depend_on_must_be_said():
         Silent()
     with pytest.raises(ValueError, match=r"'idz'.*ids"):
         Misspelt(**SIZES)
-
-
-def test_positions_are_alike_with_and_without_ids():
-    dense = Layout((2, 3), 1, batch=2)
-    assert dense.positions().tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    rows, cols = dense.rows_cols()
-    assert (rows.tolist(), cols.tolist()) == ([[0, 0, 0, 1, 1, 1]] * 2, [[0, 1, 2, 0, 1, 2]] * 2)
-    routed = Layout((2, 3), 1, torch.tensor([[1, 5]]))
-    assert routed.positions().tolist() == [[1, 5]]
-    assert [v.tolist() for v in routed.rows_cols()] == [[[0, 1]], [[1, 2]]]

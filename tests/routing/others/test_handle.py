@@ -412,16 +412,3 @@ def test_reentrant_checkpointing_is_an_error():
     enable_routing(network, start=1, end=3, extra=0)
     with pytest.raises(RuntimeError, match="use_reentrant"):
         network(tokens().requires_grad_())
-
-
-def test_a_sequence_that_changes_within_a_route_is_an_error():
-    class Grows(Plain):
-        def forward(self, x):
-            for block in self.blocks:
-                x = torch.cat([block(x), x[:, :2]], dim=1)
-            return x
-
-    network = Grows().train()
-    enable_routing(network, start=1, end=3, extra=0)
-    with pytest.raises(RuntimeError, match="sequence"):
-        network(tokens())

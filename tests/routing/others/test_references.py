@@ -7,7 +7,6 @@ pytest.importorskip("diffusers")
 
 from tests.routing.others.cases import CASES, build, run
 from tread_zoo import enable_routing
-from tread_zoo.routing.select import Select
 
 
 def by_hand(x, ids, blocks, start, end, call):
@@ -110,20 +109,3 @@ def test_a_route_equals_the_loop_written_by_hand(name):
     for b in range(3):
         expected = reference(network, inputs, b, ids[b], 1, 3)
         torch.testing.assert_close(tokens[b : b + 1], expected, atol=1e-10, rtol=1e-10)
-
-
-def test_another_choice_at_the_end_differs_from_the_loop(monkeypatch):
-    """A planted fault: the mask is drawn again where tokens rejoin."""
-    enter = Select.enter
-
-    def faulty(self, tokens):
-        other = (self.ids + 1).remainder(tokens.layout.num_tokens).sort(dim=1).values
-        return enter(self, tokens)[0], enter(Select(self.start, self.end, other), tokens)[1]
-
-    monkeypatch.setattr(Select, "enter", faulty)
-    network = build("DiTTransformer2DModel", torch.float64)
-    inputs = {k: float64(v) for k, v in CASES["DiTTransformer2DModel"].inputs(1).items()}
-    routes = enable_routing(network, start=1, end=3)
-    tokens = tokens_before_head(network, inputs)
-    expected = dit(network, inputs, 0, routes.drawn[0].ids[0], 1, 3)
-    assert (tokens - expected).abs().max() > 1e-3
