@@ -179,7 +179,10 @@ def test_the_built_site_has_no_such_fault(tmp_path):
 
 SHORTER = {  # what takes long in a notebook, and what is run in its place
     "route_train_look": {"num_steps, losses = 300": "num_steps, losses = 20", "(), 25)": "(), 2)"},
-    "compare_and_read": {"training.num_steps=40": "training.num_steps=20"},
+    "compare_and_read": {
+        "training.num_steps=40": "training.num_steps=20 training.batch_size=8 sampler.num_steps=2",
+        "backbone.depth=9": "backbone.depth=5",
+    },
 }
 
 
