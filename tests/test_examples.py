@@ -86,7 +86,7 @@ def test_it_is_listed_trained_and_sampled(installed, tmp_path):
     run = "runs/mixed"
     small = [*SMALL, "backbone=mixer_tiny", f"run_dir={run}"]
     said = call(ROOT / "scripts/train.py", *small, cwd=tmp_path, env=installed)
-    assert "(blocks)" in said, "its own selector is the default"
+    assert "selector blocks" in said, "its own selector is the default"
     of = [f"checkpoint={run}", "num_images=4"]
     call(ROOT / "scripts/sample.py", *of, "device=cpu", cwd=tmp_path, env=installed)
     assert list((tmp_path / run).glob("generated/*_grid.png"))

@@ -287,14 +287,19 @@ class Method:
             for each in crossings:
                 count = getattr(each, "num_kept", stack.num_tokens)
                 seen.setdefault((each.start, each.end, each.runs, weight), set()).add(count)
-        blocks: dict[str, list[str]] = {}
+        blocks: dict[str, list[tuple[int, int]]] = {}
         for (start, end, runs, weight), counts in seen.items():
             kept = " … ".join(map(str, sorted({min(counts), max(counts)})))
             what = f"see {kept} of {stack.num_tokens} tokens" if runs else "do not run"
             what += f" in {weight:.0%} of the steps" if weight < 1 else ""
-            span = f"{start} … {end - 1}" if end - start > 1 else f"{start}"
-            blocks.setdefault(what, []).append(span)
-        words = [f"blocks {', '.join(spans)} {what}" for what, spans in blocks.items()]
+            blocks.setdefault(what, []).append((start, end))
+        words = []
+        for what, spans in blocks.items():
+            joined = _join(spans)
+            shown = ", ".join(f"{a} … {b - 1}" if b - a > 1 else f"{a}" for a, b in joined)
+            words.append(f"blocks {shown} {what}{', each its own' * (len(joined) < len(spans))}")
+        if isinstance(rate := getattr(self, "selection_rate", None), tuple):
+            words.append(f"rate {list(rate)}".replace("'", ""))
         if selector := getattr(self, "selector", None):
             name = selector if isinstance(selector, str) else selector["name"]
             words.append(f"selector {stack.default_selector if name == 'auto' else name}")
@@ -365,14 +370,7 @@ class Method:
     def ranges(self, stack: Stack) -> list[tuple[int, int]]:
         """Return the ranges of blocks that a routed step changes; touching ranges are joined."""
         outcomes = self._typical_outcomes(stack)
-        every = [(c.start, c.end) for _, crossings in outcomes for c in crossings]
-        joined: list[tuple[int, int]] = []
-        for start, end in sorted(every):
-            if joined and start <= joined[-1][1]:
-                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-            else:
-                joined.append((start, end))
-        return joined
+        return _join((c.start, c.end) for _, crossings in outcomes for c in crossings)
 
     def chooses_by_state(self, stack: Stack) -> bool:
         """Return whether the choice of tokens depends on their states."""
@@ -421,6 +419,17 @@ class Bypass(Method):
             return ()
         num_kept = stack.num_kept(rate)
         return (stack.select(self.span(stack), self.selector, num_kept, images, per_batch),)
+
+
+def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges of blocks in order, with ranges that touch or overlap as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
 
 
 @functools.lru_cache(maxsize=256)
