@@ -13,7 +13,7 @@ tread-zoo train data=table data.path=photos_table guidance=cfg \
     training.num_steps=10000
 tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
 torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the parts
-RANK=3 WORLD_SIZE=16 tread-zoo encode …                # so do the jobs of an array, this is number 3
+RANK=3 WORLD_SIZE=16 tread-zoo encode …                # so do the jobs of an array
 
 If it is interrupted, the same command again encodes the missing parts.
 """
