@@ -192,6 +192,8 @@ def check_error(make, words):
         ("training.epochs=3", ["training.num_steps?"]),
         ("lr=1e-3", ["optimizer.learning_rate?"]),
         ("cfg=2", ["guidance.scale?"]),
+        ("depth=6", ["backbone.depth?"]),
+        ("start=2", ["routing.start?"]),
         ("objective=rectified_flow", ["'flow'?"]),
         ("sampler=ddim", ["'euler'?"]),
         ("guidance=parts", ["'custom'?"]),

@@ -37,6 +37,12 @@ USUAL_NAMES = _by_alias(
         "data": "dataset",
         "data.path": "data_dir data_path",
         "backbone": "model",
+        "backbone.depth": "depth num_layers num_blocks",
+        "backbone.hidden_size": "hidden_size width embed_dim",
+        "backbone.num_heads": "num_heads heads",
+        "backbone.patch_size": "patch_size",
+        "routing.start": "start",
+        "routing.end": "end",
         "checkpoint": "ckpt",
         "run_dir": "output_dir",
     }

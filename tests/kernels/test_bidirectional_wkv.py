@@ -71,8 +71,9 @@ def test_gradients_of_any_size_are_exact(fast_form, scale) -> None:
     exact = [x.requires_grad_() for x in exact]
     truth = run(lambda *args: scale * bidirectional_wkv_naive(*args), exact, None, 40)
     ours = run(lambda *args: scale * fast_form(*args), inputs, None, 40)
+    limit = 1e-5 if fast_form is WKV.form("torch") else 3e-5  # ∂u nearly cancels, by a rounded l
     for mine, true in zip(ours, truth, strict=True):
-        assert relative_error(mine / scale, true / scale) <= 3e-5  # ∂u nearly cancels
+        assert relative_error(mine / scale, true / scale) <= limit
 
 
 def test_one_token_gives_its_value(fast_form) -> None:

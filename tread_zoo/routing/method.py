@@ -297,7 +297,9 @@ class Method:
         for what, spans in blocks.items():
             joined = _join(spans)
             shown = ", ".join(f"{a} … {b - 1}" if b - a > 1 else f"{a}" for a, b in joined)
-            words.append(f"blocks {shown} {what}{', each its own' * (len(joined) < len(spans))}")
+            words.append(f"blocks {shown} {what}")
+            if len(joined) < len(spans):  # blocks next to each other that choose for themselves
+                words[-1] += ", each its own"
         if isinstance(rate := getattr(self, "selection_rate", None), tuple):
             words.append(f"rate {list(rate)}".replace("'", ""))
         if selector := getattr(self, "selector", None):

@@ -328,7 +328,7 @@ def test_a_network_called_within_itself_is_routed_each_time():
     routes = enable_routing(network, start=1, end=3, extra=0)
     network(tokens())
     assert routes.count == 2
-    assert not routes.frames
+    assert not routes.running
     assert "blocks" not in vars(network)
 
 

@@ -23,11 +23,11 @@ from tread_zoo.routing.others.check import Verdict, cycle, examine, most_similar
 class Call:
     """Stands in for a block in a list; `index` is None if the list is only watched to find N."""
 
-    def __init__(self, frame: "RoutedPass", index: int | None, block: nn.Module) -> None:
-        self.frame, self.index, self.block = frame, index, block
+    def __init__(self, routed: "RoutedPass", index: int | None, block: nn.Module) -> None:
+        self.routed, self.index, self.block = routed, index, block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.frame.run(self.index, self.block, args, kwargs)
+        return self.routed.run(self.index, self.block, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)

@@ -57,7 +57,7 @@ class Routes:
         self.verdicts: dict[str, Verdict] = {}
         self.outputs: dict[type, list[str | None]] = {}
         self.single: dict[type, bool] = {}
-        self.frames: list[RoutedPass | None] = []  # of passes that are running; None: not routed
+        self.running: list[RoutedPass | None] = []  # passes, the innermost last; None: not routed
         self.stack: Stack | None = None
         self.hooks = (
             network.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -131,7 +131,7 @@ class Routes:
     # A pass of the network ------------------------------------------------------------------------
 
     def _begin(self, network: nn.Module, args: Any, kwargs: Any) -> None:
-        self.frames.append(None)  # `_end` also runs if this raises
+        self.running.append(None)  # `_end` also runs if this raises
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "a routed network cannot be compiled as a whole, for each pass draws its tokens: "
@@ -140,31 +140,31 @@ class Routes:
         if not self.on or not self._trains(network):
             return
         names = list(inspect.signature(type(network).forward).parameters)[1:]
-        frame = RoutedPass(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
-        self.frames[-1] = frame
+        routed = RoutedPass(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
+        self.running[-1] = routed
         watched = [(name, None) for name in self.family.watch]
         for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
             parent, _, name = path.rpartition(".")
             owner = network.get_submodule(parent)
             blocks: Any = owner._modules[name]
-            frame.replaced.append((owner.__dict__, name, owner.__dict__.get(name)))
+            routed.replaced.append((owner.__dict__, name, owner.__dict__.get(name)))
             owner.__dict__[name] = [
-                Call(frame, None if first is None else first + i, block)
+                Call(routed, None if first is None else first + i, block)
                 for i, block in enumerate(blocks)
             ]
 
     def _end(self, network: nn.Module, args: Any, output: Any) -> None:
-        frame = self.frames.pop()
-        if frame is None:
+        routed = self.running.pop()
+        if routed is None:
             return
-        for attributes, name, value in frame.replaced:
+        for attributes, name, value in routed.replaced:
             if value is None:
                 del attributes[name]
             else:
                 attributes[name] = value  # from the enclosing pass
-        frame.close()
+        routed.close()
         if output is not None:  # it is None when forward raised
-            frame.check_calls()
+            routed.check_calls()
 
     def _trains(self, network: nn.Module) -> bool:
         if not torch.is_grad_enabled():
@@ -193,7 +193,7 @@ class Routes:
         self.passes += 1
         return Step(*self.step, self.seed), self.passes - 1
 
-    # What a frame asks ----------------------------------------------------------------------------
+    # What a pass asks -----------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
