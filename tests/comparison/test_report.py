@@ -147,13 +147,13 @@ OTHERS = ["layer_drop", "token_merging", "maskdit"]
     [
         (["none", *({**TREAD, "selection_rate": r} for r in (0.25, 0.5))],
          ["dense", "tread, selection_rate 0.25", "tread, selection_rate 0.5"]),
-        (["none", TREAD, {**TREAD, "per_batch": True}, {**TREAD, "probability": 0.5}],
-         ["dense", "tread", "tread, per_batch True", "tread, probability 0.5"]),
+        (["none", TREAD, {**TREAD, "end": 9}, {**TREAD, "probability": 0.5}],
+         ["dense", "tread", "tread, end 9", "tread, probability 0.5"]),
         ([{**TREAD, "warm_start": 0.25}, {**TREAD, "selection_rate": 0.25}, TREAD],
          ["tread, warm_start 0.25", "tread, selection_rate 0.25", "tread"]),
-        ([TREAD, {**TREAD, "start": 3}, {**TREAD, "per_batch": True},
+        ([TREAD, {**TREAD, "start": 3}, {**TREAD, "end": 9},
           *({"name": name} for name in OTHERS)],
-         ["tread", "tread, start 3", "tread, per_batch True", *OTHERS]),
+         ["tread", "tread, start 3", "tread, end 9", *OTHERS]),
         ([{**TREAD, "start": start, "end": 8, "probability": 0.5} for start in (4, 5, 6)]
          + [{**TREAD, "start": 4, "end": 8}], None),
     ],

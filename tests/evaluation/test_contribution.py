@@ -17,7 +17,7 @@ from tread_zoo.evaluation.contribution import (
     ranges_of,
 )
 from tread_zoo.evaluation.evaluate import describe_record
-from tread_zoo.routing.method import leave_out
+from tread_zoo.routing import Skip
 from tread_zoo.routing.methods.none import NO_ROUTING
 from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_generator, per_image_generator
@@ -45,7 +45,8 @@ def test_blocks_left_out_pass_the_streams_on(name):
     with torch.no_grad():
         for without in ([], [0], [1, 2], [backbone.num_blocks - 1]):
             expected = whole_loop(backbone, inputs, without)
-            torch.testing.assert_close(backbone(*inputs, routes=leave_out(without)), expected)
+            out = backbone(*inputs, routes=[Skip(i, i + 1) for i in without])
+            torch.testing.assert_close(out, expected)
         worth = contributions(backbone, x=inputs[0], y=inputs[2], ranges=[(1, 3)], **SIZES)
     assert len(worth["blocks"]) == backbone.num_blocks
     assert all(value > 0 for value in worth["blocks"])
@@ -57,7 +58,7 @@ def test_blocks_left_out_pass_the_streams_on(name):
 def test_a_block_that_is_not_there_cannot_be_left_out():
     probe = Probe("dit_tiny", overrides=SMALL["dit_tiny"])
     with pytest.raises(ValueError, match="4 blocks"):
-        probe.build()(*probe.inputs(), routes=leave_out([4]))
+        probe.build()(*probe.inputs(), routes=[Skip(4, 5)])
 
 
 class Planted(nn.Module):

@@ -61,35 +61,24 @@ def test_several_routes_share_what_they_leave_out():
     assert all(words in line for words in ("1 … 3 see 12 of 16", "4 … 7 see 4 of 16", "rows"))
 
 
-@pytest.mark.parametrize("name", SELECTORS)
-def test_a_shared_draw_is_one_draw_for_the_batch_of_all_ranks(name):
-    method = create("routing", "tread", selector=name, per_batch=True)
-    ranks = [make_image_generator("test", images=range(i, i + 5)) for i in (0, 5)]
-    (route,), (other,) = (method.draw(stack(), each, Step(0, 1, 0)) for each in ranks)
-    assert torch.equal(route.ids, route.ids[:1].expand(5, -1))
-    assert torch.equal(route.ids, other.ids)
-
-
 def test_random_ltd_draws_for_each_block():
     found = drawn("random_ltd", selection_rate=0.5)
     assert [(r.start, r.end) for r in found] == [(i, i + 1) for i in range(1, 11)]
     assert not torch.equal(found[0].ids, found[1].ids)
 
 
-@pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("name", [*SELECTORS, "norm"])
-def test_tokens_that_must_stay_do_and_the_rest_is_drawn(name, per_batch):
+def test_tokens_that_must_stay_do_and_the_rest_is_drawn(name):
     keep = torch.zeros(3, 24, dtype=torch.bool)
     keep[0, [0, 7]], keep[1, 23] = True, True
     seen, given = torch.zeros(3, 24, dtype=torch.bool), stack(keep=keep)
     for seed in range(20):
-        route = given.select((2, 8), name, 12, images(3, seed), per_batch)
+        route = given.select((2, 8), name, 12, images(3, seed))
         if name == "norm":  # of equal norms
-            ids = route.noise.topk(12, dim=1).indices.sort(dim=1).values
-            route = Select(2, 8, ids.expand(3, -1))
+            route = Select(2, 8, route.noise.topk(12, dim=1).indices.sort(dim=1).values)
         kept = ~bypassed_tokens([route], 3, 24)
         assert kept.sum(dim=1).tolist() == [num_kept_tokens(24, 0.5)] * 3
-        assert kept[keep.any(0).expand_as(keep) if per_batch else keep].all()
+        assert kept[keep].all()
         seen |= kept
     assert seen.sum() > 60
     with pytest.raises(ValueError, match="keep has 13"):
@@ -159,11 +148,8 @@ def test_paths_are_dropped_as_often_as_asked(path_drop):
     assert dropped == pytest.approx(1000 * path_drop, abs=200 * path_drop)  # 3.6 std
 
 
-@pytest.mark.parametrize("unit", ["range", "block"])
-def test_layers_are_dropped_as_often_as_asked(unit):
-    options = {"drop": 0.25, "unit": unit, "start": 2, "end": 6}
+def test_layers_are_dropped_as_often_as_asked():
+    options = {"drop": 0.25, "start": 2, "end": 6}
     found = [drawn("layer_drop", index=i, num_steps=1000, **options) for i in range(1000)]
-    blocks = [{i for c in each for i in range(c.start, c.end)} for each in found]
-    for block in range(2, 6):
-        assert sum(block in each for each in blocks) == pytest.approx(250, abs=50)
-    assert {len(each) for each in blocks} == ({0, 4} if unit == "range" else {0, 1, 2, 3, 4})
+    assert {(c.start, c.end) for each in found for c in each} == {(2, 6)}
+    assert sum(map(len, found)) == pytest.approx(250, abs=50)

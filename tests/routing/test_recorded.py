@@ -1,5 +1,6 @@
 """Six steps of training compute what they computed at commit 2eb6674, where routing was one
-configuration of twenty options; there, on one machine, weights agreed to the bit."""
+configuration of twenty options; there, on one machine, weights agreed to the bit. The losses of
+`norm` are those of the commit before tread lost its option of one choice for the whole batch."""
 
 import json
 from pathlib import Path

@@ -76,12 +76,11 @@ def test_two_choices_do_not_nest():
 # A score chooses ----------------------------------------------------------------------------------
 
 
-def chosen(scores, num_kept, noise=None, per_batch=False):
+def chosen(scores, num_kept):
     """Return the ids [B, K] of tokens whose only channel is their score [B, N]."""
     batch, num_tokens = scores.shape
-    images = make_image_generator("test ranked", images=range(batch))
-    noise = draw_gumbel(num_tokens, images.of_batch if per_batch else images)
-    crossing = Ranked(0, 1, num_kept, noise, lambda x: x[..., 0], per_batch)
+    noise = draw_gumbel(num_tokens, make_image_generator("test ranked", images=range(batch)))
+    crossing = Ranked(0, 1, num_kept, noise, lambda x: x[..., 0])
     layout = Layout((1, num_tokens), 0, batch=batch)
     tokens, _ = crossing.enter(Tokens((scores[..., None],), {}, None, layout))
     return tokens.layout.ids
@@ -115,14 +114,6 @@ def test_ranked_ids_are_sorted_unique_and_exactly_k():
     assert ids.shape == (6, 14)
     assert (ids[:, 1:] > ids[:, :-1]).all()
     assert ids.max() < 35
-
-
-def test_one_choice_for_the_batch_goes_by_the_mean_score():
-    scores = torch.rand(4, 16)
-    ids = chosen(scores, 8, per_batch=True)
-    assert (ids == ids[0]).all()
-    mean = scores.mean(0, keepdim=True)
-    assert torch.equal(ids[:1], chosen(mean, 8, per_batch=True))
 
 
 def test_a_score_leaves_gradients_alone():

@@ -26,7 +26,7 @@ OLD = {
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {"name": "tread", "selection_rate": 0.5, "per_batch": False}),
+        ({}, {"name": "tread", "selection_rate": 0.5}),
         ({"name": "none"}, {"name": "none"}),
         ({"schedule": "linear", "final_rate": 0.25}, {"selection_rate": ["linear", 0.5, 0.25]}),
         (
@@ -90,6 +90,19 @@ def test_guidance_and_weights_move_to_their_places():
     }
     expected = ["routing.weights.0", "routing.biases.1|exp_avg", "routing.tokens.0", "blocks.0.a"]
     assert list(new_keys(dict.fromkeys([*names, "blocks.0.a"]))) == expected
+
+
+def test_removed_options_are_left_out_where_they_changed_nothing():
+    old = {
+        "routing": {"name": "tread", "per_batch": False},
+        "sampler": {"routing": {"name": "token_merging", "every": 0, "share": 0.25, "rate": 0.5}},
+        "guidance": {"name": "sparse", "routing": {"name": "layer_drop", "unit": "block"}},
+    }
+    assert new_metadata({"config": old})["config"] == {
+        "routing": {"name": "tread"},
+        "sampler": {"routing": {"name": "token_merging", "rate": 0.5}},
+        "guidance": {"name": "sparse", "routing": {"name": "layer_drop", "unit": "block"}},
+    }
 
 
 def aged(folder):

@@ -70,10 +70,9 @@ def assert_same_run(one, other, num_steps, atol=1e-5, more=()):
 
 
 def test_two_ranks_equal_one_process_with_the_double_batch(tmp_path, free_port):
-    """Sharded, with fusions and dropped paths; and where the whole batch keeps the same tokens, by
-    the mean importance of every rank's images, also of one image each. Draws belong to the image,
-    not to the rank that sees it."""
-    kept = ["routing.selector=norm", "routing.per_batch=true"]
+    """Sharded, with fusions and dropped paths; and where a score of the states chooses, also with
+    one image on each rank. Draws belong to the image, not to the rank that sees it."""
+    kept = ["routing.selector=norm"]
     runs = {"fused": (EVERY_ARCHITECTURE["mamba"], 8), "kept": (kept, 8), "kept_of_one": (kept, 1)}
     jobs, alone = [], {}
     for name, (options, size) in runs.items():

@@ -127,7 +127,7 @@ def test_a_step_neither_reads_from_the_device_nor_copies_to_it(monkeypatch, back
     [
         ["routing=sprint", "routing.selector=norm", "routing.path_drop=0.5"],
         ["routing=maskdit", "objective=edm"],
-        ["routing.selector=blocks", "routing.per_batch=true", "objective=ddpm"],
+        ["routing.selector=blocks", "objective=ddpm"],
         ["backbone=zigma", "routing.selector=segments", "backbone.gaps=decay"],
         ["routing=microdit"],
         ["training.activation_checkpointing=true"],

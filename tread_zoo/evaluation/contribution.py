@@ -23,7 +23,6 @@ from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, gene
 from tread_zoo.diffusion.objective import Draw
 from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.routing import Method, Skip, Stack
-from tread_zoo.routing.method import leave_out
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator, make_image_generator, per_image_generator
 
@@ -110,7 +109,8 @@ def contributions(
 
     levels = draw(100_000, 1, 1, 1).level.quantile(torch.tensor(QUANTILES))
     noise = draw(*x.shape).noise.to(x.device)
-    left_out = [*leave_out(range(backbone.num_blocks)), *(Skip(*span) for span in ranges)]
+    spans = [*((i, i + 1) for i in range(backbone.num_blocks)), *ranges]
+    left_out = [Skip(*span) for span in spans]
     squares = torch.zeros(1 + len(left_out), len(x) * len(levels), dtype=torch.float64)
     rows, losses = torch.arange(squares.shape[1]), [0.0] * len(squares)
 

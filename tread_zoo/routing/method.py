@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tread_zoo.contract.crossing import Crossing
 from tread_zoo.fields import Auto, Fraction
 from tread_zoo.registry import complete, create, describe_part
-from tread_zoo.routing.select import Ranked, Select, Skip, draw_gumbel, num_kept_tokens
+from tread_zoo.routing.select import Ranked, Select, draw_gumbel, num_kept_tokens
 from tread_zoo.routing.timing import Chance, Rate, check_rate, rate_at, stairs
 from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
 
@@ -114,7 +114,6 @@ class Stack:
         selector: Any,
         num_kept: int,
         images: ImageGenerator,
-        per_batch: bool = False,
     ) -> Select | Ranked:
         """Return a crossing in which only K tokens run through a range of blocks.
 
@@ -123,40 +122,31 @@ class Stack:
             selector: `auto`, or a registered selector by its name or as a mapping with its options.
             num_kept: K.
             images: random numbers for B images; the ids are on its device.
-            per_batch: all images keep the same tokens.
 
         Raises:
             ValueError: `keep` marks more than K tokens.
         """
-        own = images.of_batch if per_batch else images
-        keep = self._kept(num_kept, per_batch)
-        chosen = make_selector(self.default_selector if selector == "auto" else selector)
-        if hasattr(chosen, "check"):
-            chosen.check(self.grid)
-        if hasattr(chosen, "score"):
-            noise = draw_gumbel(self.num_tokens, own)
-            if keep is not None:
-                noise = noise.masked_fill(keep, math.inf)
-            return Ranked(*span, num_kept, noise, chosen.score, per_batch)
-        ids = chosen(len(own.keys), self.grid, num_kept, own)
-        if keep is not None:  # forced tokens first, then the selected ones
-            order = own.rand(self.num_tokens) + 2 * keep
-            order = order.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
-            ids = order.topk(num_kept, dim=1).indices.sort(dim=1).values
-        return Select(*span, ids.expand(len(images.keys), -1))
-
-    def _kept(self, num_kept: int, per_batch: bool) -> Tensor | None:
-        """Return bool [B or 1, N], the tokens that must stay, or None."""
-        if self.keep is None:
-            return None
-        keep = self.keep.any(dim=0, keepdim=True) if per_batch else self.keep
-        most = int(keep.sum(dim=1).max())
+        keep = self.keep
+        most = 0 if keep is None else int(keep.sum(dim=1).max())
         if most > num_kept:
             raise ValueError(
                 f"keep has {most} tokens of an image, and the rate keeps {num_kept}: lower "
                 "routing.selection_rate, or force fewer."
             )
-        return keep
+        chosen = make_selector(self.default_selector if selector == "auto" else selector)
+        if hasattr(chosen, "check"):
+            chosen.check(self.grid)
+        if hasattr(chosen, "score"):
+            noise = draw_gumbel(self.num_tokens, images)
+            if keep is not None:
+                noise = noise.masked_fill(keep, math.inf)
+            return Ranked(*span, num_kept, noise, chosen.score)
+        ids = chosen(len(images.keys), self.grid, num_kept, images)
+        if keep is not None:  # forced tokens first, then the selected ones
+            order = images.rand(self.num_tokens) + 2 * keep
+            order = order.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
+            ids = order.topk(num_kept, dim=1).indices.sort(dim=1).values
+        return Select(*span, ids)
 
 
 @dataclass(frozen=True)
@@ -213,8 +203,7 @@ class Method:
     def outcomes(
         self, stack: Stack, images: ImageGenerator, step: Step
     ) -> Sequence[tuple[float, Crossings]]:
-        """Return (weight, crossings) pairs for counting FLOPs: all results of `route` with their
-        probabilities, or other weights with sum 1 that give the same mean of FLOPs."""
+        """Return all results of `route` with their probabilities, for counting FLOPs."""
         return [(1.0, self.route(stack, images, step))]
 
     def rates(self) -> Sequence[Any]:
@@ -413,14 +402,11 @@ class Bypass(Method):
         """Return the first block of the range, and the first one after it."""
         return stack.span(self.start, self.end)
 
-    def bypass(
-        self, stack: Stack, images: ImageGenerator, rate: float, per_batch: bool = False
-    ) -> Crossings:
+    def bypass(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
         """Return the range as a crossing that `rate` of the tokens bypass; none at rate 0."""
         if rate == 0:
             return ()
-        num_kept = stack.num_kept(rate)
-        return (stack.select(self.span(stack), self.selector, num_kept, images, per_batch),)
+        return (stack.select(self.span(stack), self.selector, stack.num_kept(rate), images),)
 
 
 def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -447,11 +433,6 @@ def make_selector(part: Any) -> Any:
 def counted_images(num_images: int = 1) -> ImageGenerator:
     """Return a generator on the meta device, for counting FLOPs: its numbers have no values."""
     return make_image_generator("flops", images=range(num_images), device="meta")
-
-
-def leave_out(blocks: Iterable[int]) -> Crossings:
-    """Return crossings that skip the given blocks."""
-    return tuple(Skip(i, i + 1) for i in blocks)
 
 
 def _mappings(value: Any) -> Iterable[Mapping[str, Any]]:

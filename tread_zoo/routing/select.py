@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tread_zoo.contract.crossing import Crossing, Exit, Streams, Tokens, gather, row_index, scatter
@@ -103,26 +102,20 @@ class Ranked(Crossing):
     Args:
         start, end, absent: see `Select`.
         num_kept: K.
-        noise: Gumbel noise [B, N], or [1, N] with `per_batch`; infinite for tokens that must stay.
+        noise: Gumbel noise [B, N]; infinite for tokens that must stay.
         score: maps tokens [B, N, D] of the first stream to scores [B, N] >= 0; gets no gradient.
-        per_batch: all images on all ranks keep the same tokens, chosen by the mean score.
     """
 
     num_kept: int
     noise: Tensor
     score: Callable[[Tensor], Tensor]
-    per_batch: bool = False
     absent: Absent | None = None
 
     def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
         state = tokens.streams[0][:, tokens.layout.num_extra :].detach()
         score = self.score(state).detach().float()
-        if self.per_batch:
-            score = score.mean(dim=0, keepdim=True)
-            if dist.is_initialized() and not score.is_meta:  # the meta device is for counting FLOPs
-                dist.all_reduce(score)
         key = score.clamp_min(torch.finfo(score.dtype).tiny).log() + self.noise
-        ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values.expand(len(state), -1)
+        ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values
         return Select(self.start, self.end, ids, self.absent).enter(tokens)
 
 

@@ -13,7 +13,19 @@ from typing import Any
 from torch import Tensor
 
 # options without a successor: the value at which the option had no effect
-_GONE = {"carry_from": None, "detach": False, "sparsify": True, "rate_range": None}
+_GONE = {
+    "carry_from": None,
+    "detach": False,
+    "sparsify": True,
+    "rate_range": None,
+    "per_batch": False,
+}
+# removed options of today's methods: the value that every network now has
+_REMOVED: dict[str, dict[str, Any]] = {
+    "tread": {"per_batch": False},
+    "layer_drop": {"unit": "range"},
+    "token_merging": {"every": 0, "share": 0.25},
+}
 _RENAMED = (
     ("objective", "second_level", "second_level_fraction"),
     ("optimizer", "decayed", "weight_decay_on"),
@@ -45,14 +57,14 @@ def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
     elif rejoin == "replace" and weight is None and old.get("redraw"):
         kept |= {"name": "random_ltd"}
     elif rejoin == "replace" and weight is None:
-        kept |= {"name": "tread", "per_batch": old["per_batch"], "routes": routes}
+        kept |= {"name": "tread", "routes": routes}
         routes = []
     else:
         raise ValueError(
             f"routing.rejoin={rejoin} with reconstruction_weight={weight} is no method"
         )
-    if routes or (old["per_batch"] and kept["name"] != "tread"):
-        raise ValueError(f"routing.routes and per_batch are no options of routing={kept['name']}")
+    if routes:
+        raise ValueError(f"routing.routes is no option of routing={kept['name']}")
     return kept
 
 
@@ -79,13 +91,20 @@ def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a run with today's names of settings."""
+    """Return the configuration of a run with today's names of settings, and without removed ones
+    that had no effect."""
     for kind, old, new in _RENAMED:
         part = config.get(kind, {})
         if old in part:
             part[new] = part.pop(old)
     if config.get("guidance", {}).get("name") == "parts":
         config["guidance"]["name"] = "custom"
+    for owner in (config, config.get("guidance", {}), config.get("sampler", {})):
+        routing = owner.get("routing")
+        if isinstance(routing, dict):
+            for option, usual in _REMOVED.get(routing["name"], {}).items():
+                if routing.get(option) == usual:
+                    del routing[option]
     return config
 
 

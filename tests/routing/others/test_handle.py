@@ -264,13 +264,6 @@ def test_kept_tokens_stay():
     network(tokens())
 
 
-def test_every_token_of_the_batch_is_shared_on_demand():
-    network, routes = routed(per_batch=True)
-    network(tokens(), rotary_emb=torch.randn(16, WIDTH))
-    ids = routes.drawn[0].ids
-    assert (ids == ids[0]).all()
-
-
 # The network
 
 

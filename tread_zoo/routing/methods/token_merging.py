@@ -21,6 +21,8 @@ from tread_zoo.registry import register
 from tread_zoo.routing.method import Crossings, Method, Stack, Step, make_selector
 from tread_zoo.seeding import ImageGenerator
 
+TARGETS = 0.25  # fraction of the tokens that others may join: one per 2x2 square
+
 
 @register("routing", "token_merging")
 @dataclass(frozen=True, kw_only=True)
@@ -33,45 +35,28 @@ class TokenMerging(Method):
 
     Args:
         start, end: blocks start … end-1, as a Python slice; auto is the backbone's default range.
-        rate: fraction of tokens that merge into another; at most 1 - share.
-        every: number of blocks that run on the same groups; 0: all of the range.
-        share: fraction of tokens that are targets, which others join; 0.25: one per 2x2 square.
+        rate: fraction of tokens that merge into another, at most 0.75: one token of each 2x2
+            square is a target, which others join.
     """
 
     start: Auto | int = "auto"
     end: Auto | int = "auto"
     rate: Fraction = 0.5
-    every: int = 0
-    share: Fraction = 0.25
 
     drawn = False
     for_any = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rate > 1 - self.share:
-            raise ValueError(
-                f"routing.rate={self.rate} and routing.share={self.share} exclude each other: "
-                "targets do not merge, so their sum is at most 1."
-            )
 
     def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
         return self.sample(stack, images, self.rate)
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        num_kept, num_targets = stack.num_kept(rate), stack.num_kept(1 - self.share)
+        num_kept, num_targets = stack.num_kept(rate), stack.num_kept(1 - TARGETS)
         if num_kept == stack.num_tokens:
             return ()
-        start, end = stack.span(self.start, self.end)
-        width = self.every or end - start
-        choose = make_selector("structured")
-        return tuple(
-            Merge(
-                i, min(i + width, end),
-                choose(len(images.keys), stack.grid, num_targets, images), num_kept,
-            )
-            for i in range(start, end, width)
-        )  # fmt: skip
+        if num_kept < num_targets:
+            raise ValueError(f"token_merging merges at most 0.75 of the tokens, not {rate:g}.")
+        targets = make_selector("structured")(len(images.keys), stack.grid, num_targets, images)
+        return (Merge(*stack.span(self.start, self.end), targets, num_kept),)
 
 
 @dataclass(frozen=True)

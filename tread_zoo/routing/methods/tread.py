@@ -30,12 +30,10 @@ class Tread(Bypass):
     """Some tokens bypass a range of blocks and rejoin unchanged (TREAD, arXiv 2501.04765).
 
     Args:
-        per_batch: keep the same tokens for the whole batch.
         routes: several routes in sequence, [{start: 2, end: 5}, {start: 6, end: -2}], each with
             start, end, selection_rate and selector; the last two default to the options above.
     """
 
-    per_batch: bool = False
     routes: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,5 +68,5 @@ class Tread(Bypass):
                 )
         found: Crossings = ()
         for part, rate in zip(parts, rates, strict=True):
-            found += part.bypass(stack, images, rate, self.per_batch)
+            found += part.bypass(stack, images, rate)
         return found

@@ -255,7 +255,7 @@ class RoutedPass:
         known: Verdict | None = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):
             return known
-        kept, shared = ids.shape[1], self.routes.shared
+        kept, shared = ids.shape[1], self.routes.family.shared
         if kept < 2:
             raise ValueError("a route keeps one token, with which nothing can be proven: keep two.")
         turn = cycle(kept, len(ids), ids.device, shared)

@@ -44,7 +44,6 @@ class Routes:
     ) -> None:
         self.network, self.method, self.family, self.lists = network, method, family, lists
         self.seed, self.tokens, self.grid = seed, tokens, grid
-        self.shared = family.shared or bool(getattr(method, "per_batch", False))
         self.title = type(network).__name__
         self.edges = [0]
         for name in lists:
@@ -231,10 +230,8 @@ class Routes:
             "routes", step.seed, step.index, number, images=range(first, first + batch),
             device=device,
         )  # fmt: skip
-        if self.shared:
-            images = ImageGenerator(
-                images.of_batch.keys.expand(batch).contiguous(), images.batch_key
-            )
+        if self.family.shared:
+            images = ImageGenerator(images.of_batch.keys.expand(batch).contiguous())
         stack = self.stack = self._stack(grid, x.shape[2])
         if self.kept is not None:
             stack = replace(stack, keep=self._keep(batch, num_tokens, device))
@@ -254,7 +251,7 @@ class Routes:
                 f"{batch} with {num_tokens} image tokens: give bool [{batch}, {num_tokens}]."
             )
         kept = self.kept.to(device)
-        return kept.any(dim=0, keepdim=True).expand(batch, -1) if self.shared else kept
+        return kept.any(dim=0, keepdim=True).expand(batch, -1) if self.family.shared else kept
 
     def _stack(self, grid: tuple[int, int], width: int) -> Stack:
         return Stack(self.num_blocks, grid, (width,), {}, (2, -2))
@@ -271,8 +268,7 @@ class Routes:
                 f"{where}: a route of {self.title} must not run across block {inner[0]}, where "
                 "another list begins."
             )
-        for_batch = isinstance(crossing, Skip | Select) or getattr(crossing, "per_batch", False)
-        if self.shared and not for_batch:
+        if self.family.shared and not isinstance(crossing, Skip | Select):
             raise ValueError(
                 f"{where} chooses tokens by the state of each image, and {self.title} takes one "
                 "choice for a whole batch: use a method that draws, as tread or random_ltd."
