@@ -24,7 +24,7 @@ from tread_zoo.diffusion import (
 from tread_zoo.diffusion.mean_flow import mean_slope
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.loop import step_loss, train
+from tread_zoo.training.loop import draw_step, step_loss, train
 
 SHAPE = (4, 1, 8, 8)
 ROWS = [name for name in available("backbone") if name.endswith("_tiny")]
@@ -217,7 +217,8 @@ def test_all_calls_of_a_step_keep_the_same_tokens():
         calls.append(routes[0].ids)
         return setup.backbone(x, t, y, routes=routes, r=r)
 
-    step_loss(setup, next(setup.batches(0, 1, 0)), 0, model=network)
+    drawn = draw_step(setup, next(setup.batches(0, 1, 0)), 0, 0, torch.device("cpu"))
+    step_loss(setup, drawn, model=network)
     assert len(calls) == 4
     assert all(torch.equal(calls[0], other) for other in calls)
 

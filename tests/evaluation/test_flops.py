@@ -32,7 +32,7 @@ from tread_zoo.factory import add_routing
 from tread_zoo.kernels import get_forms, set_forms, used_ops
 from tread_zoo.registry import create
 from tread_zoo.routing import Select
-from tread_zoo.training.loop import step_flops, step_loss
+from tread_zoo.training.loop import draw_step, step_flops, step_loss
 
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
 TINY = {
@@ -183,7 +183,8 @@ def test_a_step_costs_what_its_loss_computes(overrides, forms):
     teacher = setup.backbone if setup.is_self_taught else None
     batch = next(setup.batches())
     with FlopCounterMode(display=False) as counter:
-        step_loss(setup, batch, 0, teacher=teacher).losses.sum().backward()
+        drawn = draw_step(setup, batch, 0, 0, torch.device("cpu"))
+        step_loss(setup, drawn, teacher=teacher).losses.sum().backward()
     ((_, each),) = step_flops(setup, setup.backbone)
     assert counter.get_total_flops() == len(batch[0]) * each
 

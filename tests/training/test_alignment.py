@@ -104,8 +104,8 @@ def test_features_of_another_grid_are_resized():
 
 def test_the_term_is_added_by_its_weight(table):
     setup = parts(table, "routing.start=1", "routing.end=3", "alignment.weight=0.25")
-    result = step_loss(setup, next(setup.batches()), 0)
-    plain = step_loss(setup, next(setup.batches())[:2], 0)
+    batch = next(setup.batches())
+    result, plain = (step_loss(setup, draw_step(setup, b, 0, 0, CPU)) for b in (batch, batch[:2]))
     assert result.values["alignment_loss"].shape == (8,)
     torch.testing.assert_close(result.losses, plain.losses + 0.25 * result.values["alignment_loss"])
 
@@ -144,9 +144,9 @@ def test_the_averaged_network_is_the_encoder(second_level_fraction):
         for parameter in (*teacher.parameters(), *setup.backbone.parameters()):
             parameter += 0.05 * torch.randn(parameter.shape)
     batch = next(setup.batches())
-    term = step_loss(setup, batch, 0, teacher=teacher).values["alignment_loss"]
+    x, y, draw, routes, _ = drawn = draw_step(setup, batch, 0, 0, CPU)
+    term = step_loss(setup, drawn, teacher=teacher).values["alignment_loss"]
 
-    x, y, draw, routes, _ = draw_step(setup, batch, 0, 0, CPU)
     times = draw.level[:, None].expand(-1, 16) if draw.token_levels is None else draw.token_levels
     clean = times.min(dim=1).values.view(-1, 1, 1, 1)
     x_t = (1 - clean) * x + clean * draw.noise

@@ -104,7 +104,8 @@ def test_a_step_is_the_mean_gradient_of_its_micro_steps_clipped(run, limit):
     before = {k: v.detach().clone() for k, v in setup.backbone.named_parameters()}
     batches = setup.batches()
     for micro in range(2):
-        (step_loss(setup, next(batches), micro).losses.mean() / 2).backward()
+        drawn = draw_step(setup, next(batches), micro, 0, torch.device("cpu"))
+        (step_loss(setup, drawn).losses.mean() / 2).backward()
     folder = run(
         "run", "training.gradient_accumulation_steps=2", "training.num_steps=1",
         "optimizer=sgd_for_tests", "lr_schedule=constant", "lr_schedule.warmup_steps=0",

@@ -223,10 +223,13 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
             batch = next(batches)
         modules = [module for module in (state.model, state.projector) if module is not None]
         with accelerator.accumulate(*modules):
-            result = step_loss(
+            drawn = draw_step(
                 setup, batch, state.step * micro_steps + micro,
+                accelerator.process_index, accelerator.device,
+            )  # fmt: skip
+            result = step_loss(
+                setup, drawn,
                 model=state.model, projector=state.projector, teacher=_teacher(state),
-                rank=accelerator.process_index, device=accelerator.device,
             )  # fmt: skip
             loss = result.losses.mean()
             window.add(result.losses, result.values, result.levels)
@@ -265,6 +268,18 @@ def _teacher(state: TrainState) -> Backbone | None:
     return state.average.network if taught else None
 
 
+class Drawn(NamedTuple):
+    """All that the loss of a micro-step needs of a rank: images [B,C,H,W] as the model sees them,
+    labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
+    [B,S,h,w] of the same images, mirrored or not, or None."""
+
+    x: Tensor
+    y: Tensor | None
+    draw: Draw
+    routes: Sequence[Crossing]
+    features: Tensor | None
+
+
 class StepLoss(NamedTuple):
     """The loss per image [B], other values of the objective by name, and the noise levels [B]."""
 
@@ -275,48 +290,24 @@ class StepLoss(NamedTuple):
 
 def step_loss(
     setup: Setup,
-    batch: tuple[Tensor, ...],
-    step: int,
+    drawn: Drawn,
     *,
     model: torch.nn.Module | None = None,
     projector: torch.nn.Module | None = None,
     teacher: Backbone | None = None,
-    rank: int = 0,
-    device: torch.device | str = "cpu",
 ) -> StepLoss:
     """Return the loss of a batch.
 
     Args:
         setup: the parts of the run.
-        batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
-            contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on.
-        step: the micro-step, from 0 over the whole run.
+        drawn: the result of `draw_step`.
         model, projector: wrapped for several processes; None: `setup.backbone`, `setup.projector`.
         teacher: the averaged network, if the alignment takes its features from it.
-        rank: rank of this process, which has part `rank` of the step's batch.
-        device: device of the weights.
     """
-    device = torch.device(device)
-    precision = resolve_precision(setup.training.precision, device)
-    drawn = draw_step(setup, batch, step, rank, device)
-    return _loss(setup, *drawn, precision, model=model, projector=projector, teacher=teacher)
-
-
-def _loss(
-    setup: Setup,
-    x: Tensor,
-    y: Tensor | None,
-    draw: Draw,
-    routes: Sequence[Crossing],
-    features: Tensor | None,
-    precision: str,
-    *,
-    model: torch.nn.Module | None = None,
-    projector: torch.nn.Module | None = None,
-    teacher: Backbone | None = None,
-) -> StepLoss:
-    """Return the loss of a batch, given the outputs of `draw_step`."""
-    device = x.device
+    x, y, draw, routes, features = drawn
+    device, precision = x.device, "fp32"
+    if device.type != "meta":  # where FLOPs are counted
+        precision = resolve_precision(setup.training.precision, device)
     if teacher is not None:
         with torch.no_grad(), autocast(device, precision):
             features = _features_of(teacher, setup, x, y, draw)
@@ -371,15 +362,21 @@ def _features_of(
 
 def draw_step(
     setup: Setup, batch: tuple[Tensor, ...], step: int, rank: int, device: torch.device
-) -> tuple[Tensor, Tensor | None, Draw, Sequence[Crossing], Tensor | None]:
-    """Return all that micro-step `step` of a rank needs: images x [B,C,H,W] as the model sees them,
-    labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
-    [B,S,h,w] of the same images, mirrored or not, or None.
+) -> Drawn:
+    """Return all that the loss of a micro-step needs, drawn at random where it is.
 
-    The random numbers of image i depend only on (seed, step, i), with i counted over all ranks, and
-    are drawn on `device`. A rank draws them for its own images, so images get the same numbers on
-    any number of ranks. Whether and how much is routed, and whether paths are dropped, depends on
-    the optimizer step alone: skipping saves time only if no rank waits for another.
+    The random numbers of image i depend only on (seed, step, i), with i counted over all ranks. A
+    rank draws them for its own images, so images get the same numbers on any number of ranks.
+    Whether and how much is routed, and whether paths are dropped, depends on the optimizer step
+    alone: skipping saves time only if no rank waits for another.
+
+    Args:
+        setup: the parts of the run.
+        batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
+            contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on.
+        step: the micro-step, from 0 over the whole run.
+        rank: rank of this process, which has part `rank` of the step's batch.
+        device: device of the weights and of the numbers.
     """
     images, labels, *features = batch
     training, codec, seed = setup.training, setup.data.codec, setup.config.seed
@@ -401,7 +398,7 @@ def draw_step(
         copies = features[0].to(device, non_blocking=True)
         mirrored = 0 if flip is None else flip.long()
         target = copies[torch.arange(len(images), device=device), mirrored]
-    return x, y, draw, routes, target
+    return Drawn(x, y, draw, routes, target)
 
 
 def _draw(setup: Setup, shape: Sequence[int], generator: Mapping[str, ImageGenerator]) -> Draw:
@@ -461,11 +458,7 @@ class _CountedLoss:
         return repr((setup.objective, alignment, setup.routing))
 
     def __call__(
-        self,
-        network: Backbone,
-        x: Tensor,
-        y: Tensor | None,
-        routes: Sequence[Crossing],
+        self, network: Backbone, x: Tensor, y: Tensor | None, routes: Sequence[Crossing]
     ) -> Tensor:
         projector = without_data(self.setup.projector) if self.aligned else None  # type: ignore[type-var]
         setup = replace(self.setup, backbone=network, projector=projector)
@@ -475,7 +468,7 @@ class _CountedLoss:
         stored = self.aligned and not taught
         features = x.new_empty(len(x), *setup.data.features[1:]) if stored else None  # type: ignore[index]
         teacher = network if taught else None
-        return _loss(setup, x, y, draw, routes, features, "fp32", teacher=teacher).losses
+        return step_loss(setup, Drawn(x, y, draw, routes, features), teacher=teacher).losses
 
 
 @contextmanager

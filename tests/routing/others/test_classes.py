@@ -90,6 +90,13 @@ def test_an_image_in_a_batch_equals_that_image_alone(name):
         torch.testing.assert_close(outs[0][:1], outs[1], atol=1e-4, rtol=1e-3)
 
 
+def test_a_class_with_one_table_for_all_images_keeps_the_same_tokens_of_each():
+    network, routes = routed("StableAudioDiTModel")
+    run(network, CASES["StableAudioDiTModel"].inputs(2))
+    (route,) = routes.drawn
+    assert torch.equal(route.ids[0], route.ids[1])
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_recomputed_passes_have_the_gradients_of_plain_ones(name):
     """Also where two passes precede the backward pass of both."""
