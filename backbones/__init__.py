@@ -1,9 +1,18 @@
 """The zoo's backbones; `architectures` has their sizes. Importing this registers them all."""
 
-from backbones.architectures import GLA, KDA, RWKV7, DiT, GatedDeltaNet, LinearDiT, Mamba, Mamba2
+from backbones.architectures import (
+    GLA,
+    KDA,
+    RWKV7,
+    DiT,
+    GatedDeltaNet,
+    LightningDiT,
+    LinearDiT,
+    Mamba,
+    Mamba2,
+)
 from backbones.diffusers import Diffusers
 from backbones.hybrid import Hybrid
-from backbones.lightning_dit import LightningDiT
 from backbones.rwkv import RWKV
 from backbones.uvit import UViT
 from backbones.zigma import ZigMa

@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from backbones.hybrid import Hybrid
-from backbones.lightning_dit import LightningDiT
 from backbones.mixers.attention import Attention
 from backbones.mixers.base import Mixer
 from backbones.mixers.delta import BidirectionalDelta, KimiDelta
 from backbones.mixers.gla import BidirectionalGLA
 from backbones.mixers.linear_attention import LinearAttention
+from backbones.mixers.rotary import RotaryAttention
 from backbones.mixers.rwkv7 import ChannelMix, TimeMix
 from backbones.mixers.selective_scan import SelectiveScan
 from backbones.mixers.ssd import BidirectionalSSD
@@ -42,6 +42,13 @@ class DiT(AdaLNBackbone):
     """DiT: attention in its own shell (Peebles and Xie 2022, arXiv 2212.09748)."""
 
     mixer, block = Attention, DiTBlock
+
+
+class LightningDiT(LightningBackbone):
+    """DiT with RMSNorm, SwiGLU, rotary positions and qk-norm (arXiv 2501.01423). Fixed sines are
+    added once, as in DiT."""
+
+    mixer = RotaryAttention
 
 
 class Mamba(ScanBackbone):

@@ -6,8 +6,7 @@ keys and values (arXiv 2006.16236):
     q, k, v = Linear(x),  φ = ReLU
     o_i = Σ_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j) = φ(q_i)ᵀ S / (φ(q_i)ᵀ Σ_j φ(k_j))
     S   = Σ_j φ(k_j) v_jᵀ
-    out = Linear(o), or Linear(RMSNorm(o) * SiLU(Linear(x))) with the output gate of gated linear
-          attention (arXiv 2312.06635), whose norm is per head
+    out = Linear(o)
 
 The state is a sum, so there is no scan and no gap. Rotary positions rotate φ(q) and φ(k) in the
 numerator only, as in RoFormer (arXiv 2104.09864).
@@ -36,17 +35,10 @@ class LinearAttention(Mixer):
     Args:
         hidden_size: D, divisible by H, or by 4 H with `rotary`.
         num_heads: H.
-        gated: normalise the output per head and gate it.
         rotary: let attention depend on the tokens' relative positions on the grid.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: PositiveInt = 6,
-        gated: bool = False,
-        rotary: bool = False,
-    ) -> None:
+    def __init__(self, hidden_size: int, num_heads: PositiveInt = 6, rotary: bool = False) -> None:
         super().__init__()
         if rotary:
             check_width(hidden_size, 4 * num_heads, "4 * num_heads, with rotary positions")
@@ -56,8 +48,6 @@ class LinearAttention(Mixer):
         self.depends_on = ("order", "ids") if rotary else ()
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.fused_rows = {"qkv.weight": 3 * (hidden_size,)}
-        self.gate = nn.Linear(hidden_size, hidden_size) if gated else None
-        self.norm = nn.RMSNorm(self.head_size, eps=1e-6) if gated else None
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def prepare(self, layout: Layout) -> Rotation | None:
@@ -78,7 +68,4 @@ class LinearAttention(Mixer):
             q, k = (rotate(z, rotation.cos, rotation.sin).to(v.dtype) for z in (q, k))
         state = k.transpose(-2, -1) @ (v / v.shape[-2])
         mixed = ((q @ state) / total).transpose(1, 2)
-        if self.norm is not None and self.gate is not None:
-            mixed = self.norm(mixed.to(self.norm.weight.dtype))
-            mixed = mixed * F.silu(self.gate(x)).unflatten(-1, (self.num_heads, -1))
         return self.proj(mixed.flatten(2).to(v.dtype))

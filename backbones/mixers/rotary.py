@@ -12,9 +12,7 @@ B batch, K tokens present, E extra tokens, L = E + K, D width, H heads.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
@@ -56,11 +54,7 @@ class RotaryAttention(Mixer):
         hidden_size: D.
         num_heads: H; D / H is divisible by 4.
         qk_norm: apply RMSNorm to queries and keys, per head.
-        value_residual: mix each block's values v with the first block's, v_1. From the second block
-            on, v + m (v_1 - v) replaces v; m is learned (arXiv 2410.17897; for diffusion
-            2512.12386).
         window: W, the side of a window in tokens; None: all tokens attend to all.
-        index: index of the block; block 0 sets v_1.
     """
 
     depends_on = ("order", "ids")
@@ -70,44 +64,28 @@ class RotaryAttention(Mixer):
         hidden_size: int,
         num_heads: PositiveInt = 6,
         qk_norm: bool = True,
-        value_residual: bool = False,
         window: PositiveInt | None = None,
-        index: int = 0,
     ) -> None:
         super().__init__()
         check_width(hidden_size, 4 * num_heads, "4 * num_heads: rows and columns rotate pairs")
         self.num_heads, self.head_size = num_heads, hidden_size // num_heads
         self.window = window
-        self.value_size = hidden_size if value_residual else 0
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.fused_rows = {"qkv.weight": 3 * (hidden_size,)}
         self.q_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else None
         self.proj = nn.Linear(hidden_size, hidden_size)
-        self.is_first = index == 0
-        mixes = value_residual and not self.is_first
-        self.value_mix = nn.Parameter(torch.empty(1)) if mixes else None
 
     def prepare(self, layout: Layout) -> Rotation:
         key = ("rotation", self.head_size, self.window)
         return layout.cached(key, lambda: make_rotation(layout, self.head_size, self.window))
 
-    def forward(self, x: Tensor, rotation: Rotation, first_value: Tensor | None = None) -> Any:
-        q, k, value = self.qkv(x).chunk(3, dim=-1)
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
         q = rotate(self._heads(q, self.q_norm), rotation.cos, rotation.sin)
         k = rotate(self._heads(k, self.k_norm), rotation.cos, rotation.sin)
-        v = value
-        if self.value_mix is not None:
-            assert first_value is not None, "the shell has a stream for it"
-            v = value + self.value_mix.to(value.dtype) * (first_value.to(value.dtype) - value)
         mixed = attention(q.to(v.dtype), k.to(v.dtype), self._heads(v), rotation.mask)
-        out = self.proj(mixed.transpose(1, 2).flatten(2))
-        return (out, value if self.is_first else None) if self.value_size else out
-
-    def initialize(self, num_blocks: int) -> None:
-        """Start by mixing this block's values and the first block's half and half."""
-        if self.value_mix is not None:
-            nn.init.constant_(self.value_mix, 0.5)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         """Return x [B, L, D] split into heads [B, H, L, Dh] and normalised per head."""

@@ -56,7 +56,6 @@ class TimeMix(ShiftingMixer):
         hidden_size: D, divisible by 4 and by P.
         head_size: P.
         low_rank: rank of the LoRAs of decay and rate; v_1's has half, the gate's twice this rank.
-        published_init: start as RWKV-7's released code does, see `initialize`.
         index: index of the block; block 0 sets v_1.
         shift: `scan_order` and `gaps`, see `ShiftingMixer`.
     """
@@ -66,7 +65,6 @@ class TimeMix(ShiftingMixer):
         hidden_size: int,
         head_size: PositiveInt = 64,
         low_rank: PositiveInt = 32,
-        published_init: bool = False,
         *,
         index: int = 0,
         **shift: Any,
@@ -82,7 +80,6 @@ class TimeMix(ShiftingMixer):
         def vector() -> nn.Parameter:
             return nn.Parameter(torch.empty(hidden_size))
 
-        self.published_init = published_init
         self.own = nn.Parameter(torch.empty(6, hidden_size))
         self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -149,27 +146,7 @@ class TimeMix(ShiftingMixer):
         | `rate_bias`, `mix_bias` | 0: rate 0.5, the mean of both values |
         | `removed`, `replaced` | 1 |
         | `bonus` | 0 |
-
-        With `published_init`, for channel i of D in block l of n (counted from 0), with
-        r = i / (D - 1) - 1/2, p the channel's position in its head from -1 to 1, and z = p |p|:
-
-        | parameter | value |
-        |---|---|
-        | `own` of r, k, v, w, a, g | (i / D)^(e (1 - l / n)), e = 0.2, 0.7, 0.7, 0.9, 0.9, 0.2 |
-        | `decay_bias` | -5.5 + 6 (i / (D - 1))^(1 + (l / (n - 1))^0.3) + 2.5 z |
-        | `rate_bias` | -0.19 + 0.3 z + 0.4 r |
-        | `mix_bias` | 0.73 - 0.4 r |
-        | `removed`, `replaced`, `bonus` | 0.71 - 0.1 r, 1.02, -0.04 |
-        | first and last matrix of the LoRAs | 0; orthogonal, gain 0.1 sqrt(D / rank) |
-        | `receptance`, `key`, `value` | uniform within 0.5, 0.05, 0.5 over sqrt(D) |
-        | weight of `norm` | ((l + 1) / n)^0.7 |
-
-        The released code sets `output` to 0. Here the shell's gate starts at 0, and two zeros in a
-        row would never learn, so `output` stays as drawn.
         """
-        if self.published_init:
-            self._initialize_as_published(num_blocks)
-            return
         nn.init.constant_(self.own, 0.5)
         nn.init.ones_(self.removed)
         nn.init.ones_(self.replaced)
@@ -183,33 +160,6 @@ class TimeMix(ShiftingMixer):
             nn.init.zeros_(self.mix_bias)
             nn.init.zeros_(self.mix.get_parameter("2.weight"))
 
-    @torch.no_grad()
-    def _initialize_as_published(self, num_blocks: int) -> None:
-        width, layer = self.value_size, self.index
-        channel = torch.arange(width, device=self.own.device)
-        ramp = channel / (width - 1) - 0.5
-        place = torch.linspace(-1, 1, width // self.num_heads, device=self.own.device)
-        zigzag = (place * place.abs()).repeat(self.num_heads)
-        for blend, power in zip(self.own, (0.2, 0.7, 0.7, 0.9, 0.9, 0.2), strict=True):
-            blend.copy_((channel / width) ** (power * (1 - layer / num_blocks)))
-        depth = layer / max(num_blocks - 1, 1)
-        self.decay_bias.copy_(-5.5 + 6 * (ramp + 0.5) ** (1 + depth**0.3) + 2.5 * zigzag)
-        self.rate_bias.copy_(-0.19 + 0.3 * zigzag + 0.4 * ramp)
-        self.removed.copy_(0.71 - 0.1 * ramp)
-        nn.init.constant_(self.replaced, 1.02)
-        nn.init.constant_(self.bonus, -0.04)
-        nn.init.constant_(self.norm.weight, ((layer + 1) / num_blocks) ** 0.7)
-        loras = [self.decay, self.rate, self.gate]
-        if not self.is_first:
-            self.mix_bias.copy_(0.73 - 0.4 * ramp)
-            loras.append(self.mix)
-        for lora in loras:
-            nn.init.zeros_(lora.get_parameter("0.weight"))
-            last = lora.get_parameter("2.weight")
-            nn.init.orthogonal_(last, gain=0.1 * math.sqrt(width / last.shape[1]))
-        for linear, bound in ((self.receptance, 0.5), (self.key, 0.05), (self.value, 0.5)):
-            nn.init.uniform_(linear.weight, -bound / math.sqrt(width), bound / math.sqrt(width))
-
     @classmethod
     def options_for_heads(cls, hidden_size: int, num_heads: int) -> dict[str, Any]:
         return {"head_size": hidden_size // num_heads, "low_rank": hidden_size // 12}
@@ -221,19 +171,10 @@ class ChannelMix(nn.Module):
     Args:
         hidden_size: D, divisible by 4.
         mlp_ratio: inner width over D.
-        published_init: start as RWKV-7's released code does, see `initialize`.
-        index: index of the block.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        mlp_ratio: PositiveFloat = 4.0,
-        published_init: bool = False,
-        index: int = 0,
-    ) -> None:
+    def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
         super().__init__()
-        self.published_init, self.index = published_init, index
         self.own = nn.Parameter(torch.empty(1, hidden_size))
         self.key = nn.Linear(hidden_size, int(hidden_size * mlp_ratio), bias=False)
         self.value = nn.Linear(int(hidden_size * mlp_ratio), hidden_size, bias=False)
@@ -243,15 +184,5 @@ class ChannelMix(nn.Module):
         return self.value(F.relu(self.key(blend)).square())
 
     def initialize(self, num_blocks: int) -> None:
-        """Start with half the token, half what is shifted in.
-
-        With `published_init`, in block l of n, `own` is (i / D)^((1 - l / n)^4) at channel i, and
-        `key` uniform within 0.5 / sqrt(D). The released code sets `value` to 0; see `TimeMix`.
-        """
+        """Start with half the token, half what is shifted in."""
         nn.init.constant_(self.own, 0.5)
-        if self.published_init:
-            width = self.own.shape[1]
-            channel = torch.arange(width, device=self.own.device)
-            with torch.no_grad():
-                self.own.copy_((channel / width) ** ((1 - self.index / num_blocks) ** 4))
-            nn.init.uniform_(self.key.weight, -0.5 / math.sqrt(width), 0.5 / math.sqrt(width))

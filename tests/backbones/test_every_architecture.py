@@ -125,15 +125,14 @@ def test_registers_keep_the_contract(name):
 
 CROSS = {"context_as": "cross_attention", "context_length": 3, "context_size": 4}
 WINDOWS = [{"name": "attention", "window": 2}, {"name": "attention", "window": 3},
-           {"name": "linear_dit", "gated": True}, {"name": "attention"}]  # fmt: skip
+           {"name": "linear_dit"}, {"name": "attention"}]  # fmt: skip
 OPTIONS = [  # of a row, and what its blocks then depend on
     ("dit_tiny", CROSS, ()),
     ("lightning_dit_tiny", {**CROSS, "num_registers": 1}, ("order", "ids")),
     ("hybrid_tiny", CROSS, ("order", "ids")),
-    ("lightning_dit_tiny", {"value_residual": True, "num_class_tokens": 3, "window": 2},
-     ("order", "ids")),
+    ("lightning_dit_tiny", {"window": 2}, ("order", "ids")),
     ("linear_dit_tiny", {}, ()),
-    ("linear_dit_tiny", {"rotary": True, "gated": True}, ("order", "ids")),
+    ("linear_dit_tiny", {"rotary": True}, ("order", "ids")),
     ("hybrid_tiny", {"pattern": WINDOWS}, ("order", "ids")),
 ]  # fmt: skip
 

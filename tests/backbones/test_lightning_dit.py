@@ -4,7 +4,6 @@ import torch
 from backbones.mixers.rotary import RotaryAttention
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import rotate
-from tread_zoo.testing import Probe
 
 GRID = (5, 7)
 
@@ -18,8 +17,8 @@ def mixer(**options):
     return attention
 
 
-def mixed_by(attention, x, layout, *first_value):
-    return attention(x, attention.prepare(layout), *first_value)
+def mixed_by(attention, x, layout):
+    return attention(x, attention.prepare(layout))
 
 
 def kept(rows, cols):
@@ -82,32 +81,3 @@ def test_tokens_attend_within_their_window_dense_and_routed(size):
         x = torch.randn(2, layout.num_extra + layout.positions().shape[1], 32).double()
         expected = attended_by_loop(attention, x, layout, size)
         torch.testing.assert_close(mixed_by(attention, x, layout), expected)
-
-
-def test_values_are_mixed_with_the_first_ones():
-    """Values are v + m (v_1 - v): at m = 1, only the first block's values."""
-    attention, plain = mixer(value_residual=True, index=1), mixer()
-    plain.load_state_dict(attention.state_dict(), strict=False)
-    x, first, layout = torch.randn(1, 3, 32).double(), torch.randn(32).double(), Layout((1, 3), 0)
-    with torch.no_grad():
-        for mix in (0.0, 0.3, 1.0):
-            attention.value_mix.fill_(mix)
-            out, _ = mixed_by(attention, x, layout, first.expand_as(x))
-            mixed = mixer()
-            mixed.load_state_dict(plain.state_dict())
-            mixed.qkv.weight[64:] *= 1 - mix
-            mixed.qkv.bias[64:] = mix * first + (1 - mix) * plain.qkv.bias[64:]
-            torch.testing.assert_close(out, mixed_by(mixed, x, layout))
-
-
-def test_class_tokens_are_seen_after_a_third_of_the_blocks():
-    overrides = {"hidden_size": 32, "depth": 6, "num_class_tokens": 2}
-    probe = Probe("lightning_dit_tiny", overrides=overrides)
-    network, inputs = probe.build(), probe.inputs()
-    moved = probe.build()
-    with torch.no_grad():
-        moved.class_positions.add_(torch.randn(2, 32))
-    _, features = network(*inputs, features=range(6))
-    _, others = moved(*inputs, features=range(6))
-    seen = [not torch.equal(features[i].tokens, others[i].tokens) for i in range(6)]
-    assert seen == [False, False, True, True, True, True]

@@ -111,39 +111,3 @@ def test_first_values_are_routed_with_their_tokens():
     kept = first.gather(1, ids.unsqueeze(-1).expand(-1, -1, 16))
     for (value, _), expected in zip(seen, (kept, kept, first), strict=True):
         assert torch.equal(value, expected)
-
-
-@pytest.mark.parametrize("index", [0, 1, 3])
-def test_the_published_start_is_a_function_of_layer_and_channel(index):
-    """Written out channel by channel, of a network of 4 blocks; what is shifted in is 1 - own."""
-    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 0, "hidden_size": 16, "depth": 4}
-    network = create_backbone("rwkv7_tiny", **sizes, head_size=8, published_init=True)
-    mixer, channel_mix = network.blocks[index].mixer, network.blocks[index].mlp
-    depth, share = index / 3, 1 - index / 4
-    for i in range(16):
-        place, ramp = (i % 8 - 3.5) / 3.5, i / 15 - 0.5
-        zigzag = place * abs(place)
-        powers = torch.tensor([0.2, 0.7, 0.7, 0.9, 0.9, 0.2]) * share
-        torch.testing.assert_close(mixer.own[:, i], (i / 16) ** powers)
-        decay = -5.5 + 6 * (i / 15) ** (1 + depth**0.3) + 2.5 * zigzag
-        assert mixer.decay_bias[:, i].tolist() == pytest.approx([decay, decay], abs=1e-5)
-        rate = -0.19 + 0.3 * zigzag + 0.4 * ramp
-        assert mixer.rate_bias[i].item() == pytest.approx(rate, abs=1e-6)
-        if index:
-            assert mixer.mix_bias[i].item() == pytest.approx(0.73 - 0.4 * ramp)
-        assert mixer.removed[i].item() == pytest.approx(0.71 - 0.1 * ramp)
-        assert channel_mix.own[0, i].item() == pytest.approx((i / 16) ** (share**4))
-    for value, expected in (
-        (mixer.replaced, 1.02), (mixer.bonus, -0.04), (mixer.norm.weight, ((1 + index) / 4) ** 0.7),
-    ):  # fmt: skip
-        torch.testing.assert_close(value, torch.full_like(value, expected))
-    for layer, bound in (
-        (mixer.receptance, 0.5), (mixer.key, 0.05), (mixer.value, 0.5), (channel_mix.key, 0.5),
-    ):  # fmt: skip
-        assert 0.8 < layer.weight.abs().max().item() * 4 / bound <= 1
-    lora = mixer.decay
-    assert not lora[0].weight.any()
-    torch.testing.assert_close(  # rank 8, and 16 channels: gain 0.1 sqrt(2)
-        lora[2].weight.T @ lora[2].weight, 0.02 * torch.eye(8)
-    )
-    assert mixer.output.weight.any(), "a gate that starts at 0 would never open"

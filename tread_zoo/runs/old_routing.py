@@ -20,11 +20,14 @@ _GONE = {
     "rate_range": None,
     "per_batch": False,
 }
-# removed options of today's methods: the value that every network now has
+# removed options by the beginning of a part's name: the value that every network now has
 _REMOVED: dict[str, dict[str, Any]] = {
     "tread": {"per_batch": False},
     "layer_drop": {"unit": "range"},
     "token_merging": {"every": 0, "share": 0.25},
+    "lightning_dit": {"shared_modulation": False, "num_class_tokens": 0, "value_residual": False},
+    "linear_dit": {"gated": False},
+    "rwkv7": {"published_init": False},
 }
 _RENAMED = (
     ("objective", "second_level", "second_level_fraction"),
@@ -71,9 +74,7 @@ def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
 def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a checkpoint with today's routing methods and names of settings."""
     config, backbone = metadata.get("config", {}), metadata.get("backbone", {})
-    for options in (config.get("backbone", {}), backbone.get("config", {})):
-        if options.get("shared_modulation") is False:  # what it was without this option
-            del options["shared_modulation"]
+    _remove_options(backbone.get("config", {}), backbone.get("name", ""))
     if "routing" in config:
         config["routing"] = new_routing(config["routing"])
     guidance = with_new_names(config).get("guidance", {})
@@ -99,13 +100,19 @@ def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
             part[new] = part.pop(old)
     if config.get("guidance", {}).get("name") == "parts":
         config["guidance"]["name"] = "custom"
-    for owner in (config, config.get("guidance", {}), config.get("sampler", {})):
-        routing = owner.get("routing")
-        if isinstance(routing, dict):
-            for option, usual in _REMOVED.get(routing["name"], {}).items():
-                if routing.get(option) == usual:
-                    del routing[option]
+    owners = (config, config.get("guidance", {}), config.get("sampler", {}))
+    for part in (config.get("backbone"), *(owner.get("routing") for owner in owners)):
+        if isinstance(part, dict):
+            _remove_options(part, part.get("name", ""))
     return config
+
+
+def _remove_options(options: dict[str, Any], name: str) -> None:
+    """Remove the options of a part that no longer exist, where they had no effect."""
+    for beginning, removed in _REMOVED.items():
+        for option, usual in removed.items() if name.startswith(beginning) else ():
+            if options.get(option) == usual:
+                del options[option]
 
 
 def new_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
