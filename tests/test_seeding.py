@@ -65,7 +65,6 @@ def test_generators_that_are_made_together_draw_what_each_draws_alone():
         for shape in ((), (13,), (5, 9), ()):  # some before, across and after what is made ahead
             assert torch.equal(generator.rand(*shape), alone.rand(*shape))
             assert torch.equal(generator.randn(*shape), alone.randn(*shape))
-        assert torch.equal(generator.of_batch.rand(3), alone.of_batch.rand(3))
 
 
 def test_a_torch_generator_gives_the_keys():

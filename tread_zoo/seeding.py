@@ -7,7 +7,6 @@ number of ranks.
 B batch.
 """
 
-import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -40,23 +39,17 @@ class ImageGenerator:
 
     Args:
         keys: int64 [B], one per image.
-        batch_key: key for numbers that all images share.
         ahead: the first bits of each key, int64 [B, any], if they are computed already.
     """
 
-    def __init__(self, keys: Tensor, batch_key: int = 0, ahead: Tensor | None = None) -> None:
-        self.keys, self.batch_key, self.position = keys, batch_key, 0
+    def __init__(self, keys: Tensor, ahead: Tensor | None = None) -> None:
+        self.keys, self.position = keys, 0
         self.ahead = keys.new_empty(len(keys), 0) if ahead is None else ahead
 
     @property
     def device(self) -> torch.device:
         """The device of the numbers."""
         return self.keys.device
-
-    @functools.cached_property
-    def of_batch(self) -> "ImageGenerator":
-        """A generator with batch size 1 that does not depend on the images: equal on all ranks."""
-        return ImageGenerator(self.keys.new_full((1,), self.batch_key))
 
     def rand(self, *shape: int) -> Tensor:
         """Return float32 [B, *shape], uniform in [0, 1)."""
@@ -93,7 +86,7 @@ def make_image_generator(
     """Return a generator for numbered `images`. An image's numbers depend only on `purpose`, the
     integers in `key`, and the image's number."""
     root = _digest(purpose, *key) - 2**63
-    return ImageGenerator(_mix(_counters(images, device) + root), root)
+    return ImageGenerator(_mix(_counters(images, device) + root))
 
 
 def make_image_generators(
@@ -107,11 +100,11 @@ def make_image_generators(
     roots = [_digest(purpose, *key) - 2**63 for purpose in purposes]
     counters = _counters(images, device)
     keys = _mix(torch.cat([counters + root for root in roots]))
-    made = zip(
-        purposes, roots, keys.chunk(len(roots)), _bits_from(keys, 0, _AHEAD).chunk(len(roots)),
-        strict=True,
-    )  # fmt: skip
-    return {purpose: ImageGenerator(own, root, ahead) for purpose, root, own, ahead in made}
+    parts = (keys.chunk(len(roots)), _bits_from(keys, 0, _AHEAD).chunk(len(roots)))
+    return {
+        purpose: ImageGenerator(own, ahead)
+        for purpose, own, ahead in zip(purposes, *parts, strict=True)
+    }
 
 
 def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
@@ -120,8 +113,9 @@ def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
         return generator
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     device = generator.device
-    drawn = torch.randint(least, most, (batch + 1,), generator=generator, device=device)
-    return ImageGenerator(drawn[1:], int(drawn[0]))
+    # One key more than needed, the first: a seed gives the noise that it gave in earlier versions.
+    keys = torch.randint(least, most, (batch + 1,), generator=generator, device=device)
+    return ImageGenerator(keys[1:])
 
 
 def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:

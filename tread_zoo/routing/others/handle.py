@@ -23,7 +23,7 @@ from tread_zoo.routing.others.calls import Call, RoutedPass
 from tread_zoo.routing.others.check import Verdict
 from tread_zoo.routing.others.families import FAMILIES, REFUSED, Arguments, Family
 from tread_zoo.routing.select import Select, Skip, bypassed_tokens
-from tread_zoo.seeding import ImageGenerator, make_image_generator
+from tread_zoo.seeding import make_image_generator
 
 SLOT = "_token_routes"
 
@@ -226,12 +226,10 @@ class Routes:
                 f"grid={grid} does not have the {num_tokens} image tokens of this pass."
             )
         first = batch * rank_and_number()[0]
+        numbers = [0] * batch if self.family.shared else range(first, first + batch)
         images = make_image_generator(
-            "routes", step.seed, step.index, number, images=range(first, first + batch),
-            device=device,
-        )  # fmt: skip
-        if self.family.shared:
-            images = ImageGenerator(images.of_batch.keys.expand(batch).contiguous())
+            "routes", step.seed, step.index, number, images=numbers, device=device
+        )
         stack = self.stack = self._stack(grid, x.shape[2])
         if self.kept is not None:
             stack = replace(stack, keep=self._keep(batch, num_tokens, device))
