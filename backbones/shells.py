@@ -48,6 +48,8 @@ B batch, E extra tokens, K tokens present, N tokens of the full grid, L = E + K,
 
 import inspect
 from abc import ABCMeta
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -56,7 +58,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.mixers.attention import CrossAttention
-from backbones.mixers.base import Mixer, derive_signature, read_keywords
+from backbones.mixers.base import Mixer, check_width, derive_signature, read_keywords
 from backbones.mixers.scan import init_uniform
 from backbones.mlps import GeluMLP, SwiGLU
 from tread_zoo.contract.backbone import Backbone, Layout, PerToken, Streams
@@ -183,11 +185,16 @@ class Shell(Backbone, metaclass=CheckedInit):
 
     def init_linears(self) -> None:
         """Draw the linear layers uniformly from ±1 / sqrt(fan in); biases are 0."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                init_uniform(module.weight, module.in_features)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        draw_linears(self, lambda weight: init_uniform(weight, weight.shape[1]))
+
+
+def draw_linears(network: nn.Module, draw: Callable[[Tensor], object]) -> None:
+    """Draw the weights of all linear layers of a network with `draw`, and set their biases to 0."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            draw(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 # DiT and LightningDiT -----------------------------------------------------------------------------
@@ -299,14 +306,8 @@ class AdaLNBackbone(Shell):
     def init_linears(self) -> None:
         """Draw linear layers Xavier-uniformly, but the time MLP's with std 0.02. Biases and each
         block's modulation are 0."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        for module in self.time_embed.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+        draw_linears(self, nn.init.xavier_uniform_)
+        draw_linears(self.time_embed, partial(nn.init.normal_, std=0.02))
         for block in self.blocks:
             nn.init.zeros_(block.get_parameter("modulation.weight"))
 
@@ -406,8 +407,7 @@ class ScanBackbone(Shell):
         width = self.hidden_size
         if depth % 2:
             raise ValueError(f"depth={depth} must be even: skips join the halves.")
-        if width % 2:
-            raise ValueError(f"hidden_size={width} must be even: half the sinusoids are cosines.")
+        check_width(width, 2, "as half the sinusoids are cosines")
         self.num_extra_tokens = 2 if self.num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
         self.positions = nn.Parameter(torch.empty(self.num_extra_tokens + self.num_tokens, width))

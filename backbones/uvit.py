@@ -12,6 +12,7 @@ its tokens come before the time token.
 B batch, L = E + K tokens present (E extra), D width, H heads.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.mixers.base import check_width
-from backbones.shells import Shell
+from backbones.shells import Shell, draw_linears
 from tread_zoo.contract.backbone import Layout, Streams
 from tread_zoo.contract.layers import (
     LabelEmbedder,
@@ -89,7 +90,7 @@ class UViT(Shell):
         width = hidden_size
         if depth % 2:
             raise ValueError(f"depth={depth} must be even: skips join the halves.")
-        check_width(width, 2, "as half the time token is cosines")
+        check_width(width, 2, "as half the sinusoids are cosines")
         check_width(width, num_heads, "num_heads")
         self.init_std, self.num_extra_tokens = init_std, 2 if self.num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
@@ -108,25 +109,18 @@ class UViT(Shell):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1) if final_conv else None
 
     def initialize(self) -> None:
-        """Set every weight; called once, last.
+        """Set every weight but the norms', which start at 1 and 0; called once, last.
 
         | layer | weight | bias |
         |---|---|---|
         | linear layers | normal, std `init_std`, cut at -2 and 2 | 0 |
         | positions, label table | the same | |
-        | norms | 1 | 0 |
         | 3x3 convolution | the identity | 0 |
 
         The authors initialise the convolution at random. With one channel it is a single kernel,
         and a run's quality depended on its start: docs/comparison/fashion_mnist has the numbers.
         """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=self.init_std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+        draw_linears(self, partial(nn.init.trunc_normal_, std=self.init_std))
         if self.conv is not None:
             nn.init.dirac_(self.conv.weight)
             assert self.conv.bias is not None

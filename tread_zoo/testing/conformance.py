@@ -31,7 +31,6 @@ from tread_zoo.testing.probe import (
     recomputation_agrees,
     watching,
 )
-from tread_zoo.training.alignment import REPA
 
 
 def check_shapes(probe: Probe) -> None:
@@ -332,25 +331,6 @@ def check_features(probe: Probe) -> None:
         features[1].tokens.square().mean().backward()
         grads.append(next(p.grad for p in backbone.blocks[0].parameters() if p.grad is not None))
     assert torch.equal(grads[0], grads[1]), "recomputation changes the gradient of features"
-
-
-def check_alignment(probe: Probe) -> None:
-    """Aligning a block before, inside or after a route trains the projection and all blocks up to
-    that block."""
-    backbone = probe.build()
-    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
-    target = torch.randn(len(inputs[0]), 7, 3, 2, generator=make_generator("probe features"))
-    for block in sorted({0, 1, backbone.num_blocks // 2, backbone.num_blocks - 1}):
-        with torch.random.fork_rng(devices=[]):
-            project = REPA(block=block, hidden_size=8).build(backbone, feature_size=7)
-        backbone.zero_grad()
-        _, features = backbone(*inputs, routes=[route], features=[block])
-        project(*features[block], target).sum().backward()
-        for index, one in enumerate([*backbone.blocks, project]):
-            grads = [p.grad for p in one.parameters() if p.grad is not None]
-            is_reached = any(grad.abs().sum() > 0 for grad in grads)
-            wanted = index <= block or one is project
-            assert is_reached == wanted, f"aligned at block {block}, wrong gradient in {index}"
 
 
 def check_times_of_tokens(probe: Probe) -> None:
