@@ -113,7 +113,8 @@ class Adapter:
     made: Any
 
     def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
-        """Return the arguments, except `key`, for the tokens `ids` [B, K] in that order."""
+        """Return the arguments, of which those per token are gathered for `ids` [B, K], in that
+        order. The argument `key` is left as it is."""
         return {
             name: value if name == key or name.startswith(OTHER) else self._any(name, value, ids)
             for name, value in named.items()
