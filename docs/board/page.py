@@ -1,4 +1,4 @@
-"""The table of docs/board.md, a row of runs.csv a run.
+"""The table of docs/board.md, from runs.csv, which has a row per run.
 
 python docs/comparison/tables.py board entry/results.csv 'muon' 'optimizer=muon'   # adds an entry
 
@@ -37,13 +37,13 @@ def add(results: str, name: str, change: str) -> None:
 
 
 def tables() -> dict[str, str]:
-    """Return the table: an entry a line, the lowest mean first."""
+    """Return the table: one line per entry, the lowest mean first."""
     head = "| entry | Fréchet distance | kernel distance | seeds | GFLOPs a sample "
     rows = []
     for name, runs in pd.read_csv(RUNS).groupby("name"):
         by_seed, first = runs.groupby("seed")[["fid", "kid"]].mean(), runs.iloc[0]
         of, price = interval(by_seed.fid.tolist()), runs.flops_per_sample.max() / 1e9
-        cells = [name, of.plus_minus(2, signed=False), f"{by_seed.kid.mean():.3f}", len(by_seed)]
+        cells = [name, f"{of.mean:.2f} ± {of.half:.2f}", f"{by_seed.kid.mean():.3f}", len(by_seed)]
         cells += [f"{price:.2g}", first.change, first.date, f"`{first.code}`"]
         rows.append((of.mean, cells))
     ordered = (cells for _, cells in sorted(rows))

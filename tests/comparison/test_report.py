@@ -17,6 +17,7 @@ from scipy import stats
 from tests.comparison.recorded import without_figures, write_run
 from tread_zoo.comparison import read_curves, read_runs, write_report
 from tread_zoo.comparison.findings import comparable_metrics, group_settings
+from tread_zoo.comparison.intervals import interval
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -46,6 +47,7 @@ def write_pair(tmp_path, dense, routed, backbone="dit_tiny", **options):
                       values=values, **options)  # fmt: skip
 
 
+SCORE = "Fréchet distance ↓ [95 %]"
 STEPS, FLOPS, SECONDS = (
     f"routed − dense, equal {budget}" for budget in ("steps", "FLOPs", "seconds")
 )
@@ -53,12 +55,14 @@ STEPS, FLOPS, SECONDS = (
 
 def test_routing_is_ahead_where_it_is_better_at_equal_flops(tmp_path):
     write_pair(tmp_path, [0.400, 0.402], [0.401, 0.4035])
-    write_pair(tmp_path, [0.300, 0.302], [0.350, 0.352], backbone="mamba_tiny")
+    write_pair(tmp_path, [0.300, 0.304, 0.9], [0.350, 0.352], backbone="mamba_tiny")
     write_pair(tmp_path, [0.500, 0.502], [0.500, 0.502], backbone="rwkv_tiny", seconds=20.0)
     rows = overview(report(tmp_path))
     assert rows["dit_tiny", "routed"][FLOPS].endswith(" ahead")
     assert rows["rwkv_tiny", "routed"][FLOPS].endswith(" ahead")
     assert rows["mamba_tiny", "routed"][FLOPS].endswith(" behind")
+    common = interval([0.05, 0.048]).in_brackets(signed=True)  # of the seeds that both have
+    assert rows["mamba_tiny", "routed"][STEPS] == f"{common} behind"
     assert rows["rwkv_tiny", "routed"][STEPS] == "+0 [+0, +0] not settled"
     page = (tmp_path / "out" / "index.html").read_text()
     assert len(re.findall(r'<svg class="ahead"', page)) == 2
@@ -75,17 +79,18 @@ def test_a_table_has_each_method_over_the_dense_network_of_its_backbone(tmp_path
                 write_run(tmp_path / "runs" / f"{backbone}_{routing}_{seed}", backbone=backbone,
                           routing=routing, seed=seed, values={"fid": fid, "kid": kid})  # fmt: skip
     text = report(tmp_path)
-    (header,) = (line for line in text.splitlines() if line.startswith("| fid over dense"))
-    assert header == "| fid over dense [95 %] | dit_tiny | mamba_tiny | rwkv_tiny | all |"
+    head = "| Fréchet distance over dense [95 %] | dit_tiny | mamba_tiny | rwkv_tiny | all |"
+    assert head in text.splitlines()
     rows = [line for line in text.splitlines() if re.match(r"\| (tread|layer_drop) \|", line)]
     logs = np.log(0.9) + np.log(spread[[2, 0, 1]]) - np.log(spread)
     low, high = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
-    tread = f"{0.9:.2f} ({low:.2f} to {high:.2f}) ahead; behind in kid"
+    tread = f"{0.9:.2f} ({low:.2f} to {high:.2f}) ahead; behind in kernel distance"
     assert rows[0].startswith(f"| tread | {tread} | {tread} |")
     assert rows[0].endswith("| 0.90 (0.90 to 0.90) ahead |")
     assert rows[1].startswith("| layer_drop | 1.20 (1.20 to 1.20) behind |")
     page = (tmp_path / "out" / "index.html").read_text()
-    assert f'data-tip="{0.9:.2f} ({low:.2f} to {high:.2f}), ahead; behind in kid; n = 3"' in page
+    ends = f"{0.9:.2f} ({low:.2f} to {high:.2f})"
+    assert f'data-tip="{ends}, ahead; behind in kernel distance; n = 3"' in page
 
 
 def test_the_value_at_equal_flops_is_read_off_the_curve(tmp_path):
@@ -101,9 +106,9 @@ def test_the_best_comes_first_and_a_distance_decides(tmp_path):
     write_pair(tmp_path, [0.40, 0.42], [0.415, 0.41])
     text = report(tmp_path)
     assert [name for name, _ in overview(text)] == 2 * ["dit_tiny"] + 2 * ["mamba_tiny"]
-    assert overview(text)["dit_tiny", "dense"]["fid [95 %]"] == "0.41 [0.2829, 0.5371]"
+    assert overview(text)["dit_tiny", "dense"][SCORE] == "0.41 [0.2829, 0.5371]"
     page = (tmp_path / "out" / "index.html").read_text()
-    assert "Ranked by <b>fid</b> (lower is better)" in page
+    assert "Ranked by <b>Fréchet distance</b> (lower is better)" in page
     (best,) = re.findall(r'<tbody class="best">(.*?)</tbody>', page, re.S)
     assert best.index('<tr class="best">') < best.index("dense") < best.index("<tr>")
 
@@ -122,7 +127,7 @@ def test_samples_at_chance_are_not_ranked(tmp_path, chance):
               values={"fid": 5.9, "label_accuracy": 0.5}, real={"fid": 0.4})  # fmt: skip
     rows = overview(report(tmp_path))
     assert [name for name, _ in rows] == ["uvit_tiny dense", "mamba_tiny dense"]
-    assert "at chance" in rows["mamba_tiny dense", "dense"]["fid [95 %]"]
+    assert "at chance" in rows["mamba_tiny dense", "dense"][SCORE]
     page = (tmp_path / "out" / "index.html").read_text()
     assert page.count('<tr class="chance"') == 1
 
@@ -320,7 +325,7 @@ def test_figures_are_files_too_and_their_parts_can_be_hidden(page):
         assert ElementTree.parse(file).getroot().tag.endswith("svg")
     for number in re.findall(r'data-hide="(s\d)"', text):
         assert f'<g class="{number}">' in text
-    assert "dit_tiny dense: fid 0.401 [" in text, "the numbers of what is pointed at"
+    assert "dit_tiny dense: Fréchet distance 0.401 [" in text, "the numbers of what is pointed at"
 
 
 def test_the_settings_of_any_two_runs_can_be_compared(page):

@@ -19,8 +19,8 @@ import pandas as pd
 from tread_zoo.comparison.findings import (
     COSTS,
     Setting,
-    direction,
     metric_label,
+    metric_with_arrow,
     short_names,
     with_si_prefix,
 )
@@ -138,8 +138,8 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
     _scale(axes, "x", drawn[x].dropna().tolist())
     _scale(axes, "y", drawn[y].dropna().tolist())
     axes.margins(0.08)
-    axes.set_xlabel(COSTS.get(x) or f"{metric_label(x)} ({direction(x)} is better)")
-    axes.set_ylabel(f"{metric_label(y)} ({direction(y)} is better)")
+    axes.set_xlabel(COSTS.get(x) or metric_with_arrow(x))
+    axes.set_ylabel(metric_with_arrow(y))
     if len({look.name for look in style.values()}) <= len(COLOURS):
         _name_points(axes, {style[label]: point for label, point in reversed(points.items())})
     return figure

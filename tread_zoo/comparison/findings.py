@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.intervals import Interval, differences, interval, log_ratio
+from tread_zoo.comparison.intervals import Interval, interval, log_ratio
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths
 from tread_zoo.evaluation.protocol import Protocol
@@ -28,6 +28,14 @@ FAR = 10  # samples that are this many times farther than real images are at cha
 SAME = 0.01  # budgets that differ by less are equal
 BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # runs' column -> curves'
 NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
+METRICS = {  # names for readers; other scores are named by their columns
+    "fid": "Fréchet distance",
+    "sfid": "spatial Fréchet distance",
+    "fd_dinov2": "Fréchet distance of DINOv2",
+    "kid": "kernel distance",
+    "isc": "inception score",
+    HELD_OUT: "held-out loss",
+}
 COSTS = {
     "parameters": "parameters",
     "flops": "training FLOPs",
@@ -236,7 +244,7 @@ def difference(
     first, second = (
         pd.Series(values[s.runs.index].to_numpy(float), s.runs.seed) for s in (routed, dense)
     )
-    by_seed = differences(first, second)
+    by_seed = (first - second).dropna()
     return interval(by_seed.tolist()) if len(by_seed) else None
 
 
@@ -434,7 +442,7 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
                 f"{d.in_brackets(signed=True)} {d.verdict(better)}" if d else "" for d in by_budget
             ]
         table += [row + [""] * (5 + len(budgets) - len(row)) for row in cells]
-    header = ["", "", "seeds", "parameters", f"{metric_label(metric)} [95 %]"]
+    header = ["", "", "seeds", "parameters", f"{metric_with_arrow(metric)} [95 %]"]
     return [*header, *(f"routed − dense, equal {NAMES[axis]}" for axis in budgets)], table
 
 
@@ -452,9 +460,7 @@ def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
     if any(map(len, real.values())):
         values = [_mean(real[m].unique()[:1]) if m in real else "" for m in metrics]
         rows.append(["real images", "", *values, *[""] * len(costs)])
-    arrows = {"lower": "↓", "higher": "↑"}
-    titles = [f"{metric_label(m)} {arrows[direction(m) or 'lower']}" for m in metrics]
-    return ["setting", "runs", *titles, *(COSTS[c] for c in costs)], rows
+    return ["setting", "runs", *map(metric_with_arrow, metrics), *(COSTS[c] for c in costs)], rows
 
 
 def contribution_table(
@@ -488,8 +494,13 @@ def _mean(values: Iterable[float]) -> str:
 
 
 def metric_label(metric: str) -> str:
-    """Return the name of a metric as text."""
-    return metric.replace("held_out", "held-out").replace("_", " ")
+    """Return the name of a metric for readers: "kernel distance" for kid."""
+    return METRICS.get(metric, metric.replace("_", " "))
+
+
+def metric_with_arrow(metric: str) -> str:
+    """Return the name of a metric, and ↓ if lower values are better or ↑ if higher ones are."""
+    return f"{metric_label(metric)} {'↑' if direction(metric) == 'higher' else '↓'}"
 
 
 def with_si_prefix(value: float, place: object = None) -> str:

@@ -2,8 +2,8 @@
 
     mean ± t s / sqrt(n)        t of n-1 degrees of freedom, two-sided 95 %; n = 3 has t = 4.3
 
-The sample is the training seeds: repeated scores of one seed are averaged first. So a single pair
-of trainings settles nothing, however often it is scored.
+The sample is the training seeds. Average repeated scores of one seed first: a single pair of
+trainings settles nothing, however often it is scored.
 """
 
 import math
@@ -40,16 +40,6 @@ class Interval:
         ends = f" [{self.low:{form}}, {self.high:{form}}]" if self.n > 1 else ""
         return f"{self.mean:{form}}{ends}"
 
-    def plus_minus(self, digits: int, *, signed: bool = True) -> str:
-        """Return the mean and, if n > 1, ± half the width of the interval."""
-        mean = f"{self.mean:{'+' if signed else ''}.{digits}f}"
-        return f"{mean} ± {self.half:.{digits}f}" if self.n > 1 else mean
-
-    def with_verdict(self, better: str, digits: int = 2) -> str:
-        """Return the difference as `plus_minus` does; a settled one is bold and has its verdict."""
-        text, verdict = self.plus_minus(digits), self.verdict(better)
-        return text if verdict == "not settled" else f"**{text}** {verdict}"
-
     def verdict(self, better: str) -> str:
         """Return the verdict on a difference: "not settled" if the interval contains 0, else
         "ahead" or "behind". `better` says whether `lower` or `higher` values are better."""
@@ -63,12 +53,6 @@ def interval(values: Sequence[float]) -> Interval:
     n, series = len(values), pd.Series(values, dtype=float)
     t = stdtrit(n - 1, (1 + LEVEL) / 2) if n > 1 else math.nan
     return Interval(float(series.mean()), float(t * series.sem()) if n > 1 else math.inf, n)
-
-
-def differences(first: pd.Series, second: pd.Series) -> pd.Series:
-    """Return first minus second for each common training seed, averaged over common draws. Both are
-    indexed by (seed, draw), where draws are repeated scores."""
-    return (first - second).dropna().groupby(level=0).mean()
 
 
 def log_ratio(first: pd.Series, second: pd.Series, *, paired: bool) -> Interval:

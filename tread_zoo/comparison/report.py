@@ -156,7 +156,7 @@ def _figures(
     for metric in () if by_sample else metrics:
         lines = {s.label: (style[s.label], findings.curve(s, curves, metric)) for s in settings}
         if all(len(table) > 1 for _, table in lines.values()):
-            figures[f"curve {metric}"] = draw.draw_lines(lines, findings.metric_label(metric))
+            figures[f"curve {metric}"] = draw.draw_lines(lines, findings.metric_with_arrow(metric))
     return figures
 
 
@@ -201,7 +201,9 @@ def _page(
         "protocol": without_paths(flatten(runs.protocol.iloc[0] or {})),
         "configs": without_paths(_configs(runs)),
         "with_si_prefix": findings.with_si_prefix,
+        "cost_label": findings.COSTS[cost],
         "metric_label": findings.metric_label,
+        "metric_with_arrow": findings.metric_with_arrow,
     }
 
 

@@ -1,4 +1,4 @@
-"""The tables and the figure of networks at equal training FLOPs, from .csv files of a row a score.
+"""The tables and the figure of networks at equal training FLOPs, from .csv files of scores.
 
 python docs/comparison/tables.py equal_cost RUNS STUDY    # adds a folder of runs to STUDY.csv
 """
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from tables import markdown
 
+from tread_zoo.comparison.findings import Ratio
 from tread_zoo.comparison.intervals import Interval, log_ratio
 
 HERE = Path(__file__).parent
@@ -37,7 +39,7 @@ def add(runs: str, study: str) -> None:
 
 
 def row_of(score: Path) -> dict[str, Any]:
-    """Return the row of a score on this machine."""
+    """Return the row of a score that was made on this machine."""
     record, config = (json.loads(f.read_text()) for f in (score, score.with_name("config.json")))
     start = json.loads(score.with_name("commands.jsonl").read_text().splitlines()[0])
     protocol, values = record["protocol"], record["values"]
@@ -146,7 +148,7 @@ def word(log: Interval) -> str:
 
 def in_words(log: Interval) -> str:
     """Return a ratio's verdict, and how much of the other's distance that is."""
-    if math.isinf(log.half):
+    if log.n < 2:
         return "one seed"
     said = word(log)
     middle, low, high = (100 * (math.exp(x) - 1) for x in (log.mean, log.low, log.high))
@@ -157,16 +159,14 @@ def in_words(log: Interval) -> str:
 
 
 def in_brackets(log: Interval) -> str:
-    """Return a ratio and the ends of its interval: "1.02 (0.90 to 1.15)", and a verdict."""
-    middle, low, high = (f"{math.exp(x):.2f}" for x in (log.mean, log.low, log.high))
-    is_one = math.isinf(log.half)
-    return f"{middle}, one seed" if is_one else f"{middle} ({low} to {high}), {word(log)}"
+    """Return a ratio, the ends of its interval, and a verdict: "1.02 (0.90 to 1.15), level"."""
+    return f"{Ratio(log).in_brackets()}, {'one seed' if log.n < 2 else word(log)}"
 
 
 def dissent(by_arm: dict[str, pd.DataFrame], arm: str) -> str:
-    """Return what the kernel distance says of an arm where it does not share the verdict."""
+    """Return the kernel distance's verdict on an arm if it is another one, else ""."""
     fid, kid = (ratio(by_arm, arm, metric) for metric in ("fid", "kid"))
-    if math.isinf(kid.half) or kid.verdict("lower") == fid.verdict("lower"):
+    if kid.n < 2 or kid.verdict("lower") == fid.verdict("lower"):
         return ""
     return f"; by the kernel distance {word(kid)}"
 
@@ -179,15 +179,11 @@ def draw() -> None:
         for shift, (study, title) in enumerate(STUDIES.items()):
             by_arm = means_by_arm(study)
             logs = {arm: ratio(by_arm, arm) for arm in arms if arm in by_arm}
-            logs = {arm: log for arm, log in logs.items() if not math.isinf(log.half)}
-            middles, lows, highs = (
-                [math.exp(getattr(log, end)) for log in logs.values()]
-                for end in ("mean", "low", "high")
-            )
-            ends = [[m - low for m, low in zip(middles, lows, strict=True)]]
-            ends += [[high - m for m, high in zip(middles, highs, strict=True)]]
+            logs = {arm: log for arm, log in logs.items() if log.n > 1}
+            middle, low, high = np.exp([(x.mean, x.low, x.high) for x in logs.values()]).T
+            ends = (middle - low, high - middle)
             heights = [arms.index(arm) - 0.12 + 0.24 * (1 - shift) for arm in logs]
-            axis.errorbar(middles, heights, xerr=ends, fmt="o", capsize=3, label=title)
+            axis.errorbar(middle, heights, xerr=ends, fmt="o", capsize=3, label=title)
         axis.axvline(1, color="grey", linewidth=1)
         axis.set_xscale("log")
         axis.margins(0.15)
