@@ -36,7 +36,7 @@ from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.contract.crossing import Crossing
-from tread_zoo.diffusion.objective import Objective, per_image
+from tread_zoo.diffusion.objective import Objective
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import available, complete, create, register
@@ -317,26 +317,23 @@ class _Options:
             done = batch.fraction_done(level) if is_scheduled else 0.0
             scale, label, weak_rate, path, strong_rate = self._at(done)
             strong = batch.dx_dt(lambda: draw_strong(evaluation, strong_rate))
+            if not self._is_on(level):
+                return strong(x, level)
             weak = other
             if label and batch.labels is not None:
                 weak = replace(other, labels=batch.backbone.null_like(batch.labels))
             if weak is batch and not path and weak_rate == strong_rate:
                 return strong(x, level)
             lacking = weak.dx_dt(lambda: paths if path else draw_weak(evaluation, weak_rate))
-            return self._between(combine(lacking, strong, scale, self.channels), strong, x, level)
+            return combine(lacking, strong, scale, self.channels)(x, level)
 
         return dx_dt
 
-    def _between(self, guided: DxDt, strong: DxDt, x: Tensor, level: Tensor) -> Tensor:
-        """Return dx/dt guided where low < level <= high, and the strong one elsewhere."""
-        if guided is strong or (self.low == 0 and self.high is None):
-            return guided(x, level)
-        inside = (self.low < level) & (level <= (math.inf if self.high is None else self.high))
-        if not bool(inside.any()):  # waits for the device, once per evaluation
-            return strong(x, level)
-        if bool(inside.all()):
-            return guided(x, level)
-        return torch.where(per_image(inside), guided(x, level), strong(x, level))
+    def _is_on(self, level: Tensor) -> bool:
+        """Return whether low < level <= high."""
+        if self.low == 0 and self.high is None:
+            return True  # without waiting for the device
+        return bool(self.low < level[0] <= (math.inf if self.high is None else self.high))
 
     def _draw_routes(
         self, batch: ImageBatch, rate: Any

@@ -37,7 +37,7 @@ from tread_zoo.progress import progress
 from tread_zoo.registry import register
 from tread_zoo.seeding import make_generator
 
-# (x [B,C,H,W], level [B], float32) -> dx/dt [B,C,H,W]
+# (x [B,C,H,W], level [B], float32, the same for all images) -> dx/dt [B,C,H,W]
 DxDt = Callable[[Tensor, Tensor], Tensor]
 
 
