@@ -99,11 +99,7 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
     shape = (backbone.context_length, backbone.context_size)
     rows = array if array.ndim == 3 else array[None]
     contexts = torch.stack([as_context(r, f"{file!r}, row {i}", shape) for i, r in enumerate(rows)])
-
-    def of(indices: Sequence[int]) -> Tensor:
-        return contexts[[index % len(contexts) for index in indices]]
-
-    return Conditions(f"contexts of {file}", of)
+    return _in_turn(f"contexts of {file}", contexts)
 
 
 def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone) -> Conditions:
@@ -115,8 +111,9 @@ def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone
             logger.warning(
                 "prompt %r has %d tokens, of which the network takes %d", prompt, count, length
             )
+    return _in_turn(f"prompts, by {encoder.name}", contexts)
 
-    def of(indices: Sequence[int]) -> Tensor:
-        return contexts[[index % len(contexts) for index in indices]]
 
-    return Conditions(f"prompts, by {encoder.name}", of)
+def _in_turn(rule: str, contexts: Tensor) -> Conditions:
+    """Return the rule that gives sample i context i mod n."""
+    return Conditions(rule, lambda indices: contexts[[i % len(contexts) for i in indices]])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tread_zoo.config import complete_sampler
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.contract.crossing import Crossing
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance, sampled_method
 from tread_zoo.diffusion.objective import Objective
@@ -103,14 +104,11 @@ class SamplingOptions:
     ) -> None:
         """Evaluate the guidance once, with networks that return zeros, before training starts;
         raise `ValueError` if it fails."""
-        labels = default_labels([0], backbone.num_classes)
-        if backbone.context_size:
-            labels = torch.zeros(1, backbone.context_length, backbone.context_size)
         x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
         levels = self.levels(objective)
         batch = ImageBatch(
-            _blank(backbone), objective, labels, [0], 0, levels, weak and _blank(weak),
-            self.trained,
+            blank(backbone), objective, any_condition(backbone), [0], 0, levels,
+            weak and blank(weak), self.trained,
         )  # fmt: skip
         name = describe_part("guidance", self.guidance)["name"]
         try:
@@ -138,12 +136,28 @@ class SamplingOptions:
         }
 
 
-def _blank(network: Backbone) -> Backbone:
-    """Return a copy of a network that returns zeros on the device of its input."""
-    blank = copy(network)
-    shape = (network.out_channels, *network.input_size)
-    blank.forward = lambda x, *_, **__: x.new_zeros(len(x), *shape)  # type: ignore[method-assign]
-    return blank
+def blank(
+    network: Backbone, watch: Callable[[int, Sequence[Crossing]], None] = lambda *call: None
+) -> Backbone:
+    """Return a copy of a network that computes nothing and returns zeros. `watch` gets the number
+    of images and the crossings of each call."""
+
+    def forward(
+        x: Tensor, t: Tensor, y: Tensor | None = None, *, r: Any = None, routes: Any = ()
+    ) -> Tensor:
+        watch(len(x), routes)
+        return x.new_zeros(len(x), network.out_channels, *network.input_size)
+
+    stand_in = copy(network)
+    stand_in.forward = forward  # type: ignore[method-assign,assignment]
+    return stand_in
+
+
+def any_condition(backbone: Backbone) -> Tensor | None:
+    """Return a condition for one image: label 0, a context of zeros, or None."""
+    if backbone.context_size:
+        return torch.zeros(1, backbone.context_length, backbone.context_size)
+    return default_labels([0], backbone.num_classes)
 
 
 def build_sampling(

@@ -12,7 +12,7 @@ everything that the loss of a step computes.
 
 import json
 from collections.abc import Callable, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.contract.crossing import Crossing
-from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
+from tread_zoo.diffusion import Objective, SamplingOptions, generate
+from tread_zoo.diffusion.sampling import any_condition, blank
 from tread_zoo.kernels import plain_forms, used_ops
 from tread_zoo.routing import Method, Stack
 
@@ -84,30 +85,16 @@ def count_sampling(
     nothing at levels where it is off.
     """
     calls: list[int] = []
-    network = _stand_in(backbone, calls)
-    labels = default_labels([0], network.num_classes)
-    if network.context_size:
-        labels = torch.zeros(1, network.context_length, network.context_size)
+
+    def counted(network: Backbone) -> Backbone:
+        meta = without_data(network)
+        return blank(network, lambda n, routes: calls.append(_trace(meta, n, routes, False)))
+
     generate(
-        network, objective, options, indices=[0], labels=labels, seed=0, batch_size=1,
-        weak=None if weak is None else _stand_in(weak, calls),
+        counted(backbone), objective, options, indices=[0], labels=any_condition(backbone), seed=0,
+        batch_size=1, weak=None if weak is None else counted(weak),
     )  # fmt: skip
     return SamplingCost(len(calls), sum(calls))
-
-
-def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
-    """Return `network` with a forward that appends its FLOPs to `calls` and computes nothing."""
-    meta = without_data(network)
-
-    def forward(
-        x: Tensor, t: Tensor, y: Tensor | None = None, *, r: Any = None, routes: Any = ()
-    ) -> Tensor:
-        calls.append(_trace(meta, len(x), routes, backward=False))
-        return x.new_zeros(len(x), network.out_channels, *network.input_size)
-
-    stand_in = copy(network)
-    stand_in.forward = forward  # type: ignore[method-assign,assignment]
-    return stand_in
 
 
 @torch.inference_mode(False)
