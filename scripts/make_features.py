@@ -81,7 +81,7 @@ def main(settings: dict[str, Any]) -> None:
     batches = StepBatches(data.train, config.batch_size, seed=config.seed, num_steps=num_steps)
     for step, (images, labels) in enumerate(make_loader(data.train, batches)):
         optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / num_steps))
-        _, logits = network(images.to(device))
+        logits = network(images.to(device))["logits"]
         loss = F.cross_entropy(logits, labels.to(device), label_smoothing=0.05)
         optimizer.zero_grad()
         loss.backward()

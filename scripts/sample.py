@@ -24,7 +24,6 @@ a file; or of held-out images.
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -110,6 +109,7 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
     from tread_zoo.data.latents import LatentCodec
     from tread_zoo.diffusion import generate
     from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
+    from tread_zoo.evaluation.pictures import save_frames
     from tread_zoo.process_group import rank_and_number, wait_for_all
     from tread_zoo.progress import progress
     from tread_zoo.runs.restore import restore
@@ -172,22 +172,8 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
                 indices=indices[few], labels=None if labels is None else labels[few],
                 batch_size=GIF_IMAGES, watch=frames.append,
             )  # fmt: skip
-            _save_gif([*frames, x], partial(codec.to_pixels, device=device), gif, names)
-
-
-def _save_gif(
-    frames: "Sequence[Tensor]",
-    to_pixels: "Callable[[Tensor], Tensor]",
-    file: Path,
-    names: list[str],
-) -> None:
-    """Write some of the frames, the last among them."""
-    from tread_zoo.data.split import evenly_spaced
-    from tread_zoo.evaluation.pictures import FRAMES, save_frames
-
-    shown = [frames[i] for i in evenly_spaced(len(frames) - 1, FRAMES - 1)]
-    save_frames([to_pixels(frame) for frame in (*shown, frames[-1])], file, names)
-    logger.info("%d images coming out of the noise are %s", len(frames[-1]), file)
+            save_frames([*frames, x], partial(codec.to_pixels, device=device), gif, names)
+            logger.info("%d images coming out of the noise are %s", len(x), gif)
 
 
 def _names(

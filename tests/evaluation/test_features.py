@@ -46,13 +46,13 @@ CPU = torch.device("cpu")
 
 def test_the_shipped_network_is_small_and_knows_digits():
     network, held_out = load_features(), digits().held_out
-    features, logits = network(held_out.images)
-    assert features.shape == (359, 64)
-    assert (logits.argmax(1) == held_out.labels).double().mean() > 0.99
+    features = network(held_out.images)
+    assert features["pooled"].shape == (359, 64)
+    assert (features["logits"].argmax(1) == held_out.labels).double().mean() > 0.99
     assert sum(parameter.numel() for parameter in network.parameters()) <= 60_000
     assert DIGITS_WEIGHTS.stat().st_size <= 300_000
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    assert (network(digits().train.images)[0].std(dim=0) > 1e-3).all(), "a dead feature"
+    assert (network(digits().train.images)["pooled"].std(dim=0) > 1e-3).all(), "a dead feature"
 
 
 def test_what_was_saved_is_loaded(tmp_path):
@@ -64,7 +64,7 @@ def test_what_was_saved_is_loaded(tmp_path):
     state = torch.get_rng_state()
     loaded = load_features(tmp_path / "own.safetensors")
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(loaded(images)[1], network(images)[1])
+    assert torch.equal(loaded(images)["logits"], network(images)["logits"])
     assert [p.name for p in tmp_path.iterdir()] == ["own.safetensors"]
     extractor = find_extractor(str(tmp_path / "own.safetensors"))
     assert extractor.sizes == {"pooled": 16, "logits": 4}

@@ -27,7 +27,8 @@ def test_metrics_equal_those_of_torch_fidelity_on_the_same_features():
     from torch_fidelity.metric_prc import prc_features_to_metric
 
     images, real = HELD_OUT.images[:200], TRAIN.images[:300]
-    (x, logits), (y, _) = map(load_features(), (images, real))
+    ours, of_real = map(load_features(), (images, real))
+    x, logits, y = ours["pooled"], ours["logits"], of_real["pooled"]
     options = {"prc_neighborhood": 3, "prc_batch_size": 50, "verbose": False}
     theirs = {
         **fid_statistics_to_metric(*map(fid_features_to_statistics, (x, y)), verbose=False),
@@ -87,7 +88,8 @@ def test_a_metric_of_ones_own_is_one_function():
         "of_a_test_sharp",
     ]
     record = score(images, others, metrics)
-    (x, logits), (y, _) = network(images), network(others)
+    ours, of_others = network(images), network(others)
+    x, logits, y = ours["pooled"], ours["logits"], of_others["pooled"]
     values = record["values"]
     assert values.keys() == {"fid", "of_a_test_gap", "one", "other", "of_a_test_sharp"}
     assert values["of_a_test_gap"] == pytest.approx(float((x.mean(0) - y.mean(0)).square().sum()))
@@ -141,7 +143,7 @@ def test_label_accuracy_is_of_the_extractors_own_classifier():
         return HELD_OUT.images[list(rows)], labels[list(rows)]
 
     images = Images("labelled", (1, 8, 8), len(HELD_OUT), read, 10)
-    right = load_features()(HELD_OUT.images)[1].argmax(1)
+    right = load_features()(HELD_OUT.images)["logits"].argmax(1)
     for labels in (HELD_OUT.labels, (HELD_OUT.labels + 1) % 10):
         values = score(images, TRAIN.images, ["label_accuracy"], batch_size=50)["values"]
         assert values["label_accuracy"] == pytest.approx(float((right == labels).double().mean()))
@@ -157,11 +159,9 @@ def test_no_more_than_two_batches_are_in_memory():
         most.append(len(alive))
         return images, None
 
-    network = load_features()
     extract(
-        Images("many", (1, 8, 8), 100, read), lambda images: {"pooled": network(images)[0]},
-        statistics=["pooled"], batch_size=5,
-    )  # fmt: skip
+        Images("many", (1, 8, 8), 100, read), load_features(), statistics=["pooled"], batch_size=5
+    )
     assert len(most) == 20
     assert max(most) <= 2
 

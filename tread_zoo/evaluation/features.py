@@ -85,7 +85,7 @@ class Extractor:
             elif self.file.suffix == EXPORTED:
                 network = _load_exported(self.file, device)[0]
             else:
-                network = load_features(self.file).to(device).named
+                network = load_features(self.file).to(device)
 
         @torch.no_grad()
         def extract(images: Tensor) -> dict[str, Tensor]:
@@ -156,13 +156,9 @@ class ClassifierFeatures(nn.Module):
             before = after
         self.classify = nn.Linear(self.num_features, num_classes)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features [B, D], logits [B, num_classes]) of images uint8 [B,C,H,W]."""
-        named = self.named(images)
-        return named["pooled"], named["logits"]
-
-    def named(self, images: Tensor) -> dict[str, Tensor]:
-        """Return pooled, logits and feature_map [B, D, h, w] of images uint8 [B,C,H,W], by name."""
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Return, for images uint8 [B,C,H,W], pooled [B, D], logits [B, num_classes] and
+        feature_map [B, D, h, w] by name."""
         x = images.to(self.classify.weight.dtype) / 255
         for index, (_, _, is_pooled) in enumerate(self.layers, start=1):
             x = F.gelu(self.get_submodule(f"conv{index}")(x))

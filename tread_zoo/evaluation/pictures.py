@@ -1,9 +1,9 @@
 """Pictures to look at: grids of samples, their animation, curves of losses."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _SMALLEST_SIDE = 64  # tiny images are enlarged to about this on a grid
 _COLUMNS, _ROWS, _TITLE_HEIGHT = 10, 10, 18  # most columns and rows of a grid; pixels
-FRAMES, _FRAME_SIDE, _FRAME_MS, _LAST_FRAME_MS = 20, 360, 250, 2500
+_FRAMES, _FRAME_SIDE, _FRAME_MS, _LAST_FRAME_MS = 20, 360, 250, 2500
+Frame = TypeVar("Frame")
 
 
 def save_png(image: Tensor, path: Path) -> None:
@@ -92,9 +93,8 @@ def save_animation(pictures: "Sequence[Path | Image.Image]", path: Path) -> None
     longer. A path stands for the picture in that file."""
     from PIL import Image
 
-    chosen = [pictures[-1 - i] for i in evenly_spaced(len(pictures), FRAMES)][::-1]
     frames = []
-    for picture in chosen:
+    for picture in _chosen(pictures):
         frame = (Image.open(picture) if isinstance(picture, Path) else picture).convert("RGB")
         frame.thumbnail((_FRAME_SIDE, _FRAME_SIDE))
         frames.append(frame.quantize(32))
@@ -104,10 +104,21 @@ def save_animation(pictures: "Sequence[Path | Image.Image]", path: Path) -> None
         first.save(stream, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
 
 
-def save_frames(frames: Sequence[Tensor], path: Path, names: Sequence[str] = ()) -> None:
-    """Write a GIF whose frames are grids of images, uint8 [N, C, H, W] each; for `names` see
-    `draw_grid`."""
-    save_animation([draw_grid(frame, names[: len(frame)]) for frame in frames], path)
+def save_frames(
+    frames: Sequence[Tensor],
+    to_pixels: Callable[[Tensor], Tensor],
+    path: Path,
+    names: Sequence[str] = (),
+) -> None:
+    """Write a GIF whose frames are grids of images. `to_pixels` maps those that are shown to uint8
+    [N, C, H, W]; for `names` see `draw_grid`."""
+    images = [to_pixels(frame) for frame in _chosen(frames)]
+    save_animation([draw_grid(each, names[: len(each)]) for each in images], path)
+
+
+def _chosen(frames: Sequence[Frame]) -> list[Frame]:
+    """Return at most 20 evenly spaced frames, the last among them."""
+    return [frames[-1 - i] for i in evenly_spaced(len(frames), _FRAMES)][::-1]
 
 
 def plot_losses(
