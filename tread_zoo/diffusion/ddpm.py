@@ -90,8 +90,7 @@ class DDPM(AdditiveNoise):
         Raises:
             ValueError: another grid, a shift or rho is set, or num_steps is above 1000.
         """
-        for unused in ("shift", "rho"):
-            grid.choose(("uniform",), "ddpm", unused=unused)
+        grid.choose(("uniform",), "ddpm")
         if num_steps > NUM_STEPS:
             raise ValueError(
                 f"sampler.num_steps={num_steps} is more than the {NUM_STEPS} of objective=ddpm."

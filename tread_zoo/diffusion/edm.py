@@ -119,8 +119,7 @@ class EDM(AdditiveNoise):
             ValueError: EDM has no such grid, shift is set, or rho is set with the grid `log`.
         """
         fraction = torch.linspace(0, 1, num_steps, dtype=torch.float64)
-        if grid.choose(("rho", "log"), "edm", unused="shift") == "log":
-            grid.choose(("rho", "log"), "edm", unused="rho")
+        if grid.choose(("rho", "log"), "edm", uses="" if grid.grid == "log" else "rho") == "log":
             sigma = self.sigma_max * (self.sigma_min / self.sigma_max) ** fraction
         else:
             rho = self.rho if isinstance(grid.rho, str) else grid.rho

@@ -157,7 +157,7 @@ class FlowMatching(AdditiveNoise):
             ValueError: flow matching has no such grid, or rho is set.
         """
         t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-        name = grid.choose(("uniform", "quadratic", "logit_normal"), "flow", unused="rho")
+        name = grid.choose(("uniform", "quadratic", "logit_normal"), "flow", uses="shift")
         if name == "quadratic":
             t = t.square()
         elif name == "logit_normal":

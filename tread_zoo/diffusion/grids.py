@@ -24,19 +24,20 @@ class TimeGrid:
     shift: float = 1.0
     rho: float | str = "auto"
 
-    def choose(self, names: tuple[str, ...], objective: str, unused: str) -> str:
-        """Return the name of the grid for an objective with the grids `names`. `unused` is the
-        field, shift or rho, that the objective does not use.
+    def choose(self, names: tuple[str, ...], objective: str, uses: str = "") -> str:
+        """Return the name of the grid for an objective with the grids `names`. `uses` is the
+        field, shift or rho, that this grid uses.
 
         Raises:
-            ValueError: the objective has no such grid, or the unused field is set.
+            ValueError: the objective has no such grid, or a field is set that it does not use.
         """
-        value, default = getattr(self, unused), getattr(TimeGrid, unused)
-        if value != default:
-            raise ValueError(
-                f"sampler.{unused}={value} has no effect with objective={objective} and "
-                f"sampler.grid={self.grid}: leave it at {default}."
-            )
+        for field in ("shift", "rho"):
+            value, default = getattr(self, field), getattr(TimeGrid, field)
+            if field != uses and value != default:
+                raise ValueError(
+                    f"sampler.{field}={value} has no effect with objective={objective} and "
+                    f"sampler.grid={self.grid}: leave it at {default}."
+                )
         if self.grid not in ("auto", *names):
             raise ValueError(
                 f"sampler.grid={self.grid!r} is not for objective={objective}; use one of "
