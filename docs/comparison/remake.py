@@ -1,6 +1,6 @@
 """Write the reports of committed comparisons again, in the current form, from `results.csv`.
 
-python docs/comparison/remake.py docs/comparison/digits …
+python docs/comparison/remake.py                              # all of them
 python docs/comparison/remake.py docs/comparison/methods_matrix title='Routing methods by backbone'
 
 This writes `report.md` and `quality.png`, and the page if the folder is new or has an .html file.
@@ -66,6 +66,6 @@ def main(folder: Path, title: str, command: str) -> None:
 if __name__ == "__main__":
     words = [word.partition("=") for word in sys.argv[1:]]
     given = {name: value for name, is_option, value in words if is_option}
-    for name, is_option, _ in words:
-        if not is_option:
-            main(Path(name), given.get("title", ""), given.get("command", ""))
+    named = [Path(name) for name, is_option, _ in words if not is_option]
+    for folder in named or [file.parent for file in Path(__file__).parent.glob("**/report.md")]:
+        main(folder, given.get("title", ""), given.get("command", ""))

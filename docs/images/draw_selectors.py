@@ -8,14 +8,19 @@ It also prints a table of each selector, with the chance
 - that the next token of the raster order and of the Hilbert curve is kept,
 - that a bypassed token has no kept one among its 8 neighbours (a hole).
 
-Nothing is trained: `norm` is shown for a made-up importance, larger towards the middle.
+Nothing is trained. `norm` is shown for a made-up importance, which is larger towards the middle.
 """
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.patches import FancyArrowPatch
+from PIL import Image
 from torch import Tensor
 
 from tread_zoo import create, create_backbone
@@ -69,8 +74,8 @@ def draw_kept(selector: Any, batch: int, side: int, rate: float) -> Tensor:
 
 def made_up_importance(side: int) -> Tensor:
     """Return an importance [1, side * side] that falls by e^4 from the middle to the corners."""
-    place = torch.linspace(-1, 1, side)
-    return (-2 * (place[:, None].square() + place.square())).exp().view(1, -1)
+    square = torch.linspace(-1, 1, side).square()
+    return (-2 * (square[:, None] + square)).exp().view(1, -1)
 
 
 def survival(kept: Tensor) -> tuple[float, ...]:
@@ -92,83 +97,75 @@ def survival(kept: Tensor) -> tuple[float, ...]:
 
 def draw_selectors(side: int, rate: float, path: Path) -> None:
     """Write the kept tokens of every selector, dark, as a picture."""
-    import matplotlib.pyplot as plt
-
     columns = 3
     rows = -(-len(SELECTORS) // columns)
-    figure, places = plt.subplots(rows, columns, figsize=(8.2, 1.25 * rows))
-    for place in places.flat:
-        place.axis("off")
-    for place, (name, selector) in zip(places.flat, SELECTORS.items(), strict=False):
+    figure, panels = plt.subplots(rows, columns, figsize=(8.2, 1.25 * rows))
+    for axes in panels.flat:
+        axes.axis("off")
+    for axes, (name, selector) in zip(panels.flat, SELECTORS.items(), strict=False):
         kept = draw_kept(selector, SAMPLES, side, rate).float()
-        gap = torch.full((side, 1), float("nan"))
-        strip = torch.cat([part for one in kept for part in (one, gap)][:-1], dim=1)
-        place.imshow(strip, cmap="Blues", vmin=-0.15, vmax=1.2, interpolation="nearest")
-        place.set_title(name, fontsize=8, pad=2)
+        with_gaps = F.pad(kept, (0, 1), value=float("nan"))
+        strip = with_gaps.transpose(0, 1).flatten(1)[:, :-1]
+        axes.imshow(strip, cmap="Blues", vmin=-0.15, vmax=1.2, interpolation="nearest")
+        axes.set_title(name, fontsize=8, pad=2)
     save(figure, path)
 
 
 def draw_orders(side: int, path: Path) -> None:
     """Write every scan order as a line from light to dark; serpentine8 at each of its layers."""
-    import matplotlib.pyplot as plt
-
     cases = [(name, 0) for name in ORDERS if name != "serpentine8"]
     cases += [("serpentine8", index) for index in range(8)]
-    figure, places = plt.subplots(3, 4, figsize=(8.2, 6.4))
-    for place in places.flat:
-        place.axis("off")
-    for place, (name, index) in zip(places.flat, cases, strict=False):
+    figure, panels = plt.subplots(3, 4, figsize=(8.2, 6.4))
+    for axes in panels.flat:
+        axes.axis("off")
+    for axes, (name, index) in zip(panels.flat, cases, strict=False):
         order = scan_order(name, (side, side), index)
         rows, columns = order // side, order % side
-        place.plot(columns, rows, color="0.7", linewidth=0.7)
-        place.scatter(columns, rows, c=range(len(order)), cmap="viridis_r", s=3)
-        place.plot(columns[0], rows[0], "o", color="tab:red", markersize=4)
-        place.set_aspect("equal")
-        place.invert_yaxis()
-        place.set_title(f"{name} {index}" if name == "serpentine8" else name, fontsize=8, pad=2)
+        axes.plot(columns, rows, color="0.7", linewidth=0.7)
+        axes.scatter(columns, rows, c=range(len(order)), cmap="viridis_r", s=3)
+        axes.plot(columns[0], rows[0], "o", color="tab:red", markersize=4)
+        axes.set_aspect("equal")
+        axes.invert_yaxis()
+        axes.set_title(f"{name} {index}" if name == "serpentine8" else name, fontsize=8, pad=2)
     save(figure, path)
 
 
 def draw_depth(side: int, rate: float, path: Path) -> None:
     """Draw which block sees which token of one image: a dark cell is a token in a block, a line is
     a token that bypasses."""
-    import matplotlib.pyplot as plt
-
     route = draw_route("random", 1, side, rate)
     kept = set(route.ids[0].tolist())
-    figure, place = plt.subplots(figsize=(8.2, 3.6))
+    figure, axes = plt.subplots(figsize=(8.2, 3.6))
     for token in range(side * side):
         if token not in kept:
-            place.plot([route.start - 0.5, route.end - 0.5], [token, token], color=RED, linewidth=1)
+            axes.plot([route.start - 0.5, route.end - 0.5], [token, token], color=RED, linewidth=1)
         for block in range(NUM_BLOCKS):
             if token in kept or not route.start <= block < route.end:
                 box = (block - 0.42, token - 0.36)
-                place.add_patch(plt.Rectangle(box, 0.84, 0.72, color=DARK))
+                axes.add_patch(plt.Rectangle(box, 0.84, 0.72, color=DARK))
     for edge, label in ((route.start, "start"), (route.end, "end")):
-        place.axvline(edge - 0.5, color="0.45", linestyle=":", linewidth=1)
-        place.text(edge - 0.5, -0.9, f"{label}={edge}", ha="center", va="bottom", fontsize=9)
-    place.set(xlim=(-0.6, NUM_BLOCKS - 0.4), ylim=(side * side - 0.3, -0.8), xlabel="block",
+        axes.axvline(edge - 0.5, color="0.45", linestyle=":", linewidth=1)
+        axes.text(edge - 0.5, -0.9, f"{label}={edge}", ha="center", va="bottom", fontsize=9)
+    axes.set(xlim=(-0.6, NUM_BLOCKS - 0.4), ylim=(side * side - 0.3, -0.8), xlabel="block",
               ylabel="token", xticks=range(NUM_BLOCKS), yticks=[0, side * side - 1])  # fmt: skip
-    place.tick_params(length=0, labelsize=8)
-    place.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
     save(figure, path)
 
 
 def draw_methods(path: Path) -> None:
     """Draw which block sees which token in one training step of each routing method."""
-    import matplotlib.pyplot as plt
-
     torch.manual_seed(0)
-    figure, places = plt.subplots(2, 4, figsize=(8.2, 3.6))
-    for place, (name, options) in zip(places.flat, METHODS.items(), strict=True):
+    figure, panels = plt.subplots(2, 4, figsize=(8.2, 3.6))
+    for axes, (name, options) in zip(panels.flat, METHODS.items(), strict=True):
         routing = create("routing", name, **options)
-        place.imshow(seen_by_block(routing), cmap="Blues", vmin=-0.15, vmax=1.2, aspect="auto")
-        place.set_title(name, fontsize=9, pad=3)
-        place.set(xticks=(), yticks=())
-        place.set_xticks([block - 0.5 for block in range(1, NUM_BLOCKS)], minor=True)
-        place.grid(which="minor", axis="x", color="white", linewidth=1.5)
-        place.tick_params(which="minor", length=0)
-        place.spines[:].set_visible(False)
+        axes.imshow(seen_by_block(routing), cmap="Blues", vmin=-0.15, vmax=1.2, aspect="auto")
+        axes.set_title(name, fontsize=9, pad=3)
+        axes.set(xticks=(), yticks=())
+        axes.set_xticks([block - 0.5 for block in range(1, NUM_BLOCKS)], minor=True)
+        axes.grid(which="minor", axis="x", color="white", linewidth=1.5)
+        axes.tick_params(which="minor", length=0)
+        axes.spines[:].set_visible(False)
     save(figure, path)
 
 
@@ -192,11 +189,9 @@ def seen_by_block(routing: Any) -> Tensor:
 
 def draw_gaps(side: int, rate: float, path: Path) -> None:
     """Draw the walk of a scan over the kept tokens of three selectors, with gaps in red."""
-    import matplotlib.pyplot as plt
-
-    figure, places = plt.subplots(2, 3, figsize=(8.2, 5.9))
-    for line, order in zip(places, ("raster", "hilbert"), strict=True):
-        for place, name in zip(line, ("random", "rows", "blocks 2"), strict=True):
+    figure, panels = plt.subplots(2, 3, figsize=(8.2, 5.9))
+    for row, order in zip(panels, ("raster", "hilbert"), strict=True):
+        for axes, name in zip(row, ("random", "rows", "blocks 2"), strict=True):
             ids = draw_route(SELECTORS[name], 1, side, rate).ids
             scan = make_scan(Layout((side, side), 0, ids), order, 0)
             walk = scan.permute(ids[..., None])[0, :, 0]
@@ -204,21 +199,18 @@ def draw_gaps(side: int, rate: float, path: Path) -> None:
             steps = scan.gaps()[0][0].tolist()
             for i in range(1, len(walk)):
                 colour, width = (DARK, 2.2) if steps[i] == 1 else (RED, 1.1)
-                place.plot(columns[i - 1 : i + 1], rows[i - 1 : i + 1], color=colour, lw=width)
-            place.scatter(columns, rows, s=22, color=DARK, zorder=3)
-            place.imshow(torch.ones(side, side), cmap="Blues", vmin=0, vmax=12)
-            place.set_title(
+                axes.plot(columns[i - 1 : i + 1], rows[i - 1 : i + 1], color=colour, lw=width)
+            axes.scatter(columns, rows, s=22, color=DARK, zorder=3)
+            axes.imshow(torch.ones(side, side), cmap="Blues", vmin=0, vmax=12)
+            axes.set_title(
                 f"{name}, {order}: {sum(s > 1 for s in steps[1:])} gaps", fontsize=9, pad=3
             )
-            place.axis("off")
+            axes.axis("off")
     save(figure, path)
 
 
 def draw_skips(path: Path) -> None:
     """Write the long skips of a U-ViT over two routes, coloured by the tokens that they carry."""
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import FancyArrowPatch
-
     network = create_backbone("uvit_tiny", input_size=8, in_channels=1, num_classes=10)
     cases = {
         "made and used outside: whole": "0.6",
@@ -226,16 +218,16 @@ def draw_skips(path: Path) -> None:
         "made before, used inside: gathered": GREEN,
         "made inside, used after: the others as at the start": ORANGE,
     }
-    figure, (*places, key) = plt.subplots(
+    figure, (*panels, key) = plt.subplots(
         3, 1, figsize=(8.2, 4.6), gridspec_kw={"height_ratios": [5, 5, 1]}
     )
-    for place, (start, end) in zip(places, ((2, 9), (5, 11)), strict=True):
+    for axes, (start, end) in zip(panels, ((2, 9), (5, 11)), strict=True):
         for block in range(network.num_blocks):
             inside = start <= block < end
-            place.add_patch(
+            axes.add_patch(
                 plt.Rectangle((block - 0.36, -0.5), 0.72, 1, color=DARK if inside else LIGHT)
             )
-            place.text(block, 0, block, ha="center", va="center", fontsize=8,
+            axes.text(block, 0, block, ha="center", va="center", fontsize=8,
                        color="white" if inside else "0.3")  # fmt: skip
         for consumer, producer in network.skips.items():
             made, used = start <= producer < end, start <= consumer < end
@@ -245,10 +237,10 @@ def draw_skips(path: Path) -> None:
                 arrowstyle="-|>", mutation_scale=9, color=list(cases.values())[index[made, used]],
                 linewidth=1.6,
             )  # fmt: skip
-            place.add_patch(arrow)
-        place.text(-0.4, 3.2, f"route {start} … {end}", fontsize=9, va="center")
-        place.set(xlim=(-0.6, network.num_blocks - 0.4), ylim=(-0.7, 4.6))
-        place.axis("off")
+            axes.add_patch(arrow)
+        axes.text(-0.4, 3.2, f"route {start} … {end}", fontsize=9, va="center")
+        axes.set(xlim=(-0.6, network.num_blocks - 0.4), ylim=(-0.7, 4.6))
+        axes.axis("off")
     lines = [plt.Line2D([], [], color=colour, label=name) for name, colour in cases.items()]
     key.legend(handles=lines, fontsize=8, ncols=2, loc="center", frameon=False)
     key.axis("off")
@@ -257,11 +249,6 @@ def draw_skips(path: Path) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure with few colours, as a small PNG."""
-    from io import BytesIO
-
-    import matplotlib.pyplot as plt
-    from PIL import Image
-
     buffer = BytesIO()
     figure.tight_layout(pad=0.4, w_pad=2.0, h_pad=1.0)
     figure.savefig(buffer, dpi=90)
@@ -270,8 +257,6 @@ def save(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    import matplotlib
-
     matplotlib.use("Agg")
     draw_selectors(16, RATE, HERE / "selectors.png")
     draw_orders(16, HERE / "orders.png")

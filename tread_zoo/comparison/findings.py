@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.intervals import Interval, interval, log_ratio
+from tread_zoo.comparison.intervals import Interval, Ratio, interval, log_ratio
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths
 from tread_zoo.evaluation.protocol import Protocol
@@ -26,8 +26,7 @@ HELD_OUT = "held_out_loss"
 DEPTH = "backbone.depth"
 FAR = 10  # samples that are this many times farther than real images are at chance
 SAME = 0.01  # budgets that differ by less are equal
-BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # runs' column -> curves'
-NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
+BUDGETS = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}  # names of columns
 METRICS = {  # names for readers; other scores are named by their columns
     "fid": "Fréchet distance",
     "sfid": "spatial Fréchet distance",
@@ -226,7 +225,7 @@ def values_at_equal(
         values = {}
         for run in runs.itertuples():
             points = of_source[of_source.folder == run.folder].sort_values("step")
-            x = points[BUDGETS[axis]].to_numpy()
+            x = points[axis if axis != "steps" else "step"].to_numpy()
             if len(x) and x[0] <= budget <= x[-1] * (1 + SAME):
                 values[run.Index] = float(np.interp(budget, x, points.value))
         if len(values) == len(runs):
@@ -338,25 +337,6 @@ def short_names(settings: Sequence[Setting]) -> dict[str, str]:
             for k, rest in rests.items()}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """The ratio of a setting's score to its dense setting's."""
-
-    log: Interval  # the logarithm of the ratio
-    dissent: str = ""  # the verdict of the second distance, if it differs
-
-    @property
-    def ratio(self) -> float:
-        """The geometric mean over seeds."""
-        return math.exp(self.log.mean)
-
-    def in_brackets(self) -> str:
-        """Return the ratio, and the ends of its interval if there are several seeds."""
-        if self.log.n < 2:
-            return f"{self.ratio:.2f}"
-        return f"{self.ratio:.2f} ({math.exp(self.log.low):.2f} to {math.exp(self.log.high):.2f})"
-
-
 def ratios_to_dense(
     settings: Sequence[Setting], metrics: Sequence[str]
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
@@ -443,7 +423,7 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
             ]
         table += [row + [""] * (5 + len(budgets) - len(row)) for row in cells]
     header = ["", "", "seeds", "parameters", f"{metric_with_arrow(metric)} [95 %]"]
-    return [*header, *(f"routed − dense, equal {NAMES[axis]}" for axis in budgets)], table
+    return [*header, *(f"routed − dense, equal {BUDGETS[axis]}" for axis in budgets)], table
 
 
 def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:

@@ -138,7 +138,7 @@ def run_cells(
         for cell in done:
             say(cell)
         while waiting or running:
-            for place in sorted(set(range(jobs)) - running.keys())[: len(waiting)]:
+            for slot in sorted(set(range(jobs)) - running.keys())[: len(waiting)]:
                 cell = waiting.popleft()
                 if is_locked(cell.result.parent):
                     waiting.append(cell)
@@ -149,14 +149,14 @@ def run_cells(
                     bar.update()
                     say(cell)
                 else:
-                    running[place] = cell, _start(cell, place, jobs, devices)
+                    running[slot] = cell, _start(cell, slot, jobs, devices)
             time.sleep(POLL_S)
-            for place, (cell, process) in list(running.items()):
+            for slot, (cell, process) in list(running.items()):
                 status, last = process.poll(), _last_line(cell.log)
                 bar.set_postfix_str(last[:60])
                 if status is None:
                     continue
-                del running[place]
+                del running[slot]
                 bar.update()
                 if not cell.result.exists():
                     output = f"{last or 'no output'} ({cell.log})"
@@ -173,12 +173,12 @@ def _scores(cell: Cell) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
-def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _start(cell: Cell, slot: int, jobs: int, devices: Sequence[str]) -> "subprocess.Popen[bytes]":
     environment = dict(os.environ)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
         if len(devices) > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
+            environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     cell.log.parent.mkdir(parents=True, exist_ok=True)
     alive, ours = os.pipe()
     with cell.log.open("wb") as log:

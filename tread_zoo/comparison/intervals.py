@@ -48,6 +48,25 @@ class Interval:
         return "ahead" if (self.mean > 0) == (better == "higher") else "behind"
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of two scores, such as a routed setting's to its dense setting's."""
+
+    log: Interval  # the logarithm of the ratio
+    dissent: str = ""  # the verdict of the second distance, if it differs
+
+    @property
+    def ratio(self) -> float:
+        """The geometric mean over seeds."""
+        return math.exp(self.log.mean)
+
+    def in_brackets(self) -> str:
+        """Return the ratio, and the ends of its interval if there are several seeds."""
+        if self.log.n < 2:
+            return f"{self.ratio:.2f}"
+        return f"{self.ratio:.2f} ({math.exp(self.log.low):.2f} to {math.exp(self.log.high):.2f})"
+
+
 def interval(values: Sequence[float]) -> Interval:
     """Return the t-interval of the mean of one or more values."""
     n, series = len(values), pd.Series(values, dtype=float)

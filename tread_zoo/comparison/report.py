@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 import tread_zoo.comparison.figures as draw
 import tread_zoo.comparison.findings as findings
 from tread_zoo.comparison.findings import Row, Setting, Table
+from tread_zoo.comparison.intervals import Ratio
 from tread_zoo.comparison.results import write_table
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths, write_text
@@ -111,7 +112,7 @@ def _comparable(
 
 def _ratios(
     settings: Sequence[Setting], metrics: Sequence[str], main: str
-) -> tuple[list[str], dict[str, list[findings.Ratio | None]]]:
+) -> tuple[list[str], dict[str, list[Ratio | None]]]:
     """Return `ratios_to_dense` for the metric that decides and the next distance."""
     if findings.direction(main) != "lower":
         return [], {}
@@ -190,7 +191,7 @@ def _page(
         "real": real,
         "axis": draw.Axis.over([line.score for line in lines], real),
         "apart": draw.Axis.over(apart, 0.0),
-        "budgets": {axis: findings.NAMES[axis] for axis in budgets},
+        "budgets": {axis: findings.BUDGETS[axis] for axis in budgets},
         "missing": any(None in less.values() for line in lines for _, less in line.less),
         "has_shallower": any(len(line.less) > 1 for line in lines),
         "cost": cost,

@@ -14,8 +14,7 @@ import numpy as np
 import pandas as pd
 from tables import markdown
 
-from tread_zoo.comparison.findings import Ratio
-from tread_zoo.comparison.intervals import Interval, log_ratio
+from tread_zoo.comparison.intervals import Interval, Ratio, log_ratio
 
 HERE = Path(__file__).parent
 PAGES = (HERE / "README.md", HERE.parents[1] / "results.md", HERE.parents[2] / "README.md")
