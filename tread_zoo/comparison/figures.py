@@ -36,7 +36,7 @@ COLOURS = (
     "#76818e", "#9a5b2f", "#7fb53a", "#5a5fd0",
 )  # fmt: skip
 DASHES = ("--", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # for routed settings
-PLACES = [  # offsets of a name from its point, in typographic points, nearest first
+OFFSETS = [  # offsets of a name from its point, in typographic points, nearest first
     (across * far, up * far - 3)
     for far, across, up in product((9, 18, 30, 44), (1, -1), (0.6, -1.2, 0, 2, -2))
 ]
@@ -60,7 +60,7 @@ class Axis(NamedTuple):
         ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
         return cls(min(inside + ends) - reach / 16, max(inside + ends) + reach / 16)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return the position of a value, clipped to the axis."""
         return round(min(100.0, max(0.0, 100 * (value - self.low) / (self.high - self.low))), 2)
 
@@ -69,7 +69,7 @@ class Axis(NamedTuple):
         from matplotlib.ticker import MaxNLocator
 
         values = MaxNLocator(count, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
-        return [(self.place(v), f"{v:.6g}") for v in values if self.low <= v <= self.high]
+        return [(self.position(v), f"{v:.6g}") for v in values if self.low <= v <= self.high]
 
 
 class Look(NamedTuple):
@@ -230,31 +230,31 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # now positions are known
     taken = [
-        Bbox.from_extents(*(place - line.get_markersize()), *(place + line.get_markersize()))
+        Bbox.from_extents(*(point - line.get_markersize()), *(point + line.get_markersize()))
         for line in axes.lines
-        for place in axes.transData.transform(line.get_xydata())
+        for point in axes.transData.transform(line.get_xydata())
     ]
     names: list[Bbox] = []
     for look, point in {look.name: (look, point) for look, point in points.items()}.values():
         gid = look.options()["gid"]
-        name = axes.annotate(look.name, point, PLACES[0], textcoords="offset points", fontsize=9,
+        name = axes.annotate(look.name, point, OFFSETS[0], textcoords="offset points", fontsize=9,
                              color=look.colour, gid=gid, parse_math=False)  # fmt: skip
         name.set_in_layout(False)
 
-        def move(place: tuple[float, float], name: Any = name) -> Bbox:
-            name.set(ha="left" if place[0] > 0 else "right")
-            name.xyann = place
+        def move(offset: tuple[float, float], name: Any = name) -> Bbox:
+            name.set(ha="left" if offset[0] > 0 else "right")
+            name.xyann = offset
             return name.get_window_extent()
 
-        def cost(place: tuple[float, float], move: Any = move) -> int:
-            box = move(place)
+        def cost(offset: tuple[float, float], move: Any = move) -> int:
+            box = move(offset)
             outside = not (axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max))
             return sum(map(box.overlaps, taken)) + 9 * (sum(map(box.overlaps, names)) + outside)
 
-        place = min(PLACES, key=cost)
-        names.append(move(place))
+        offset = min(OFFSETS, key=cost)
+        names.append(move(offset))
         line = {"arrowstyle": "-", "lw": 0.5, "color": GREY, "gid": gid}
-        axes.annotate("", point, place, textcoords="offset points", arrowprops=line)
+        axes.annotate("", point, offset, textcoords="offset points", arrowprops=line)
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
@@ -267,5 +267,5 @@ def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
         getattr(axes, f"set_{which}scale")("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
-    form = with_si_prefix if high >= 1e4 else (lambda value, place=None: f"{value:.6g}")
+    form = with_si_prefix if high >= 1e4 else (lambda value, index=None: f"{value:.6g}")
     axis.set_major_formatter(FuncFormatter(form))

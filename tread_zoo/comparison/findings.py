@@ -483,7 +483,7 @@ def metric_with_arrow(metric: str) -> str:
     return f"{metric_label(metric)} {'↑' if direction(metric) == 'higher' else '↓'}"
 
 
-def with_si_prefix(value: float, place: object = None) -> str:
+def with_si_prefix(value: float, index: object = None) -> str:
     """Return a number as text, from ten thousand on with an SI prefix as in 1.5T."""
     for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(value) >= max(size, 1e4):
