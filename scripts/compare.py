@@ -58,13 +58,13 @@ PREFIX = "compare."  # of the settings of the comparison itself
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class CompareConfig:
-    """What tread-zoo compare compares; compare.study=… is one of configs/study/.
+    """What tread-zoo compare compares; compare.study=… names a file of configs/study/.
 
     Args:
-        out: folder of index.html, report.md, quality.png, figures/, results.csv, curves.csv, runs/.
-        title: of the page; null is the study's.
-        grids: of a study: values by field, each grid swept on its own.
-        fixed: of a study: overrides that all cells share, unless the command line changes them.
+        out: folder of the report and the runs: index.html, report.md, results.csv, runs/ and more.
+        title: title of the page; null takes the study's.
+        grids: grids of a study: values by field, each grid swept on its own.
+        fixed: overrides that all cells of a study share, unless the command line changes them.
         jobs: processes at a time; with several GPUs each takes its own.
         metric: the score that decides on the page; null is the first distance that all runs have.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then

@@ -26,7 +26,7 @@ class DemoConfig:
 
     Args:
         plugins, checkpoint, weights, device, precision, kernels: see `CheckpointConfig`.
-        vae, text_encoder: folders of the autoencoder and of the text encoder; null are the run's.
+        vae, text_encoder: folders of the autoencoder and the text encoder; null takes the run's.
         port: port of the page, http://127.0.0.1:PORT.
     """
 
@@ -48,7 +48,7 @@ def main(settings: dict[str, Any]) -> None:
     from tread_zoo.kernels import set_forms
     from tread_zoo.runs.restore import restore
 
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # of gradio's look whether it is up
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks whether it is up
     set_forms(config.kernels)
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision

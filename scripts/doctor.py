@@ -26,7 +26,7 @@ class DoctorConfig:
     Args:
         device, kernels: see `RunConfig`.
         backbones: a pattern such as "mamba*": show instead a table of their sizes.
-        input_size, in_channels, num_classes: of the images in that table.
+        input_size, in_channels, num_classes: images and classes that the table is for.
     """
 
     device: Device = "auto"

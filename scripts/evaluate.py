@@ -46,7 +46,7 @@ def main(settings: dict[str, Any]) -> None:
         logger.info(line)
     digest = Protocol.of(record).digest
     out = Path(config.out or name.format(digest=digest)).expanduser()
-    out.parent.mkdir(parents=True, exist_ok=True)  # of a network that comes with the package
+    out.parent.mkdir(parents=True, exist_ok=True)  # a shipped network has no folder
     out.write_text(json.dumps(record, indent=2), encoding="utf-8")
     logger.info("written to %s", out)
 
@@ -64,7 +64,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     moved = {} if config.vae is None else {"vae": config.vae}
     data = run.data({**config.data, **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
-    own = {**run.config.get("evaluation", {}), "keep_images": None}  # an imported one has none
+    own = {**run.config.get("evaluation", {}), "keep_images": None}  # an imported run has none
     evaluation = check(EvaluationConfig, {**own, **config.evaluation}, "evaluation")
     record = evaluate(
         run.backbone, run.objective, data, sampling, evaluation, precision=run.precision,
@@ -75,7 +75,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
 
 
 def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
-    """Return the record of images that are there, and the name of its file."""
+    """Return the record of existing images, and the name of its file."""
     from tread_zoo.evaluation.evaluate import evaluate_images
     from tread_zoo.runtime import resolve_device
 

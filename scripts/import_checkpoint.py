@@ -19,7 +19,7 @@ from tread_zoo.fields import OPTIONS, check
 logger = logging.getLogger(__name__)
 
 
-# `in` is a word of Python's
+# the field `in_` is `in` on the command line: `in` is a keyword of Python
 NAMED: ConfigDict = {**OPTIONS, "alias_generator": lambda name: name.rstrip("_")}
 
 
@@ -33,7 +33,7 @@ class ImportConfig:
         out: a new folder, for checkpoint=… of the other commands.
         export: convert back: `in` is a run's folder, `out` a file in the project's format; of the
             fields below only `weights` applies.
-        weights: of an export, as in `CheckpointConfig`.
+        weights: which weights to export, as in `CheckpointConfig`.
         objective: null is the project's usual one; for format=tread, edm or flow.
         num_heads: null takes the number of the published size, since no tensor shows it.
         num_classes: null is one less than the rows of the label table.

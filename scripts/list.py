@@ -20,7 +20,7 @@ class ListConfig:
 
     Args:
         plugins: modules that register parts.
-        pattern: of the names, as mamba*.
+        pattern: names to list, such as mamba*.
     """
 
     plugins: tuple[str, ...] = ()

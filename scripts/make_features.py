@@ -35,7 +35,7 @@ class FeaturesConfig:
         num_features: size of the vector that distances compare.
         layers: channels, padding, and whether a pooling follows, of each convolution; null is four
             convolutions, for images of 16 pixels and more.
-        num_steps, batch_size, learning_rate, seed: of the training.
+        num_steps, batch_size, learning_rate, seed: settings of the training.
     """
 
     plugins: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ def main(settings: dict[str, Any]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     device = resolve_device(config.device)
     data = create("data", config.data)
-    options = replace(config.evaluation, metrics=({"name": "kid"},))  # which any features allow
+    options = replace(config.evaluation, metrics=({"name": "kid"},))  # kid takes any features
     with distributed(device) as is_main:  # first, for it gives each process its own GPU
         data.codec.prepare(device)
         evaluation = make_evaluation(options, data, device=device)

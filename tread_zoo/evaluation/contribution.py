@@ -63,8 +63,8 @@ def own_contributions(
     precision: str,
     num_images: int = 16,
 ) -> dict[str, Any]:
-    """Return the record of `contributions`, with the ranges routed in training, on images that the
-    network draws, where its data are not at hand.
+    """Return the record of `contributions` on images that the network samples itself, with the
+    ranges routed in training. It needs no data.
 
     The same blocks matter as on real images; tests compare both on a network for digits.
     """
