@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from tread_zoo.contract.backbone import Backbone
     from tread_zoo.data import Codec
-    from tread_zoo.diffusion.conditions import Conditions
     from tread_zoo.evaluation.sample_folder import SampleFolder
     from tread_zoo.runs.restore import Restored
 
@@ -56,7 +55,7 @@ class SampleConfig(CheckpointConfig):
 
     Args:
         sampler, guidance: fields that differ from the run's; `name` chooses another one.
-        out: folder of the images; null is <run>/generated/<step and digest of the settings>.
+        out: folder of the images; null: <run>/generated/<step and digest of the settings>.
         overwrite: replace images in `out` that were made with other settings.
         num_images, first_index: image i of a seed does not depend on the batch size, so
             `first_index` continues a set.
@@ -90,6 +89,11 @@ class SampleConfig(CheckpointConfig):
     vae: str | None = None
     gif: bool = False
 
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The texts of `prompt`."""
+        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt or ()
+
 
 @command("sample", SampleConfig)
 def main(settings: dict[str, Any]) -> None:
@@ -104,8 +108,6 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _sample(config: SampleConfig, is_main: bool) -> None:
-    import torch
-
     from tread_zoo.data.latents import LatentCodec
     from tread_zoo.diffusion import generate
     from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
@@ -118,8 +120,11 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
-    label = None if config.label is None else _label(run, config.label)
-    config = replace(config, label=label)
+    if config.label is not None:
+        label = _label(run, config.label)
+        config = replace(config, label=label)
+        if run.class_names and is_main:
+            logger.info("label %d is the class %s", label, run.class_names[label])
     sampling = run.sampling(config.sampler, _guidance(run, config))
     weak = run.weak(sampling)
     codec, device = run.codec(config.vae), next(run.backbone.parameters()).device
@@ -128,11 +133,7 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
         run, weak = _at_image_size(run, weak, codec, config.image_size)
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
     indices = range(config.first_index, config.first_index + config.num_images)
-    labels = _conditions(run, config).of(indices)
-    if label is not None:
-        labels = torch.full((len(indices),), label)
-        if run.class_names and is_main:
-            logger.info("label %d is the class %s", label, run.class_names[label])
+    labels = _conditions(run, config, indices)
     folder = _open_folder(run, codec, config, record)
     place, words = describe_device(device), describe_sampling(record)
     if is_main:
@@ -167,7 +168,7 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
         logger.info("a grid of them is %s", folder.grid_path)
         if config.gif:
             gif, few = folder.grid_path.with_suffix(".gif"), slice(GIF_IMAGES)
-            frames = list[torch.Tensor]()
+            frames = list["Tensor"]()
             x = draw(
                 indices=indices[few], labels=None if labels is None else labels[few],
                 batch_size=GIF_IMAGES, watch=frames.append,
@@ -183,7 +184,7 @@ def _names(
     if labels is not None:
         known = run.class_names
         return [known[label] if known else str(label) for label in labels.tolist()]
-    prompts = (config.prompt,) if isinstance(config.prompt, str) else config.prompt
+    prompts = config.prompts
     return [prompts[i % len(prompts)] for i in indices] if prompts else []
 
 
@@ -274,25 +275,26 @@ def _guidance(run: "Restored", config: SampleConfig) -> dict[str, Any]:
     return {"name": "cfg"} if config.prompt and unguided and dropout else config.guidance
 
 
-def _conditions(run: "Restored", config: SampleConfig) -> "Conditions":
+def _conditions(run: "Restored", config: SampleConfig, indices: range) -> "Tensor | None":
     """Return the labels; or the contexts of prompts, of a file, or of the training data."""
-    from tread_zoo.diffusion.conditions import (
-        conditions_of,
-        contexts_in,
-        contexts_of,
-        label_conditions,
-    )
+    import torch
 
-    if config.prompt is not None:
+    from tread_zoo.diffusion import default_labels
+    from tread_zoo.diffusion.conditions import conditions_of, contexts_in, contexts_of
+
+    network = run.backbone
+    if config.prompts:
         if config.contexts is not None:
             raise ValueError(f"prompt and contexts={config.contexts!r} exclude each other.")
-        prompts = (config.prompt,) if isinstance(config.prompt, str) else config.prompt
-        return contexts_of(prompts, run.text_encoder(config.text_encoder), run.backbone)
+        encoder = run.text_encoder(config.text_encoder)
+        return contexts_of(config.prompts, encoder, network).of(indices)
     if config.contexts is not None:
-        return contexts_in(config.contexts, run.backbone)
-    if not run.backbone.context_size:
-        return label_conditions(run.backbone)
-    return conditions_of(run.backbone, run.data({}))
+        return contexts_in(config.contexts, network).of(indices)
+    if isinstance(config.label, int):
+        return torch.full((len(indices),), config.label)
+    if network.context_size:
+        return conditions_of(network, run.data({})).of(indices)
+    return default_labels(indices, network.num_classes)
 
 
 if __name__ == "__main__":

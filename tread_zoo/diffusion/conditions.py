@@ -38,34 +38,33 @@ class Conditions:
 
 
 def conditions_of(backbone: Backbone, data: ImageData, label_seed: int | None = None) -> Conditions:
-    """Return the conditions for samples from a network that was trained on `data`."""
-    if not backbone.context_size:
-        return label_conditions(backbone, label_seed)
+    """Return the conditions for samples from a network that was trained on `data`: its contexts;
+    labels i mod num_classes, or random ones if there is a `label_seed`; or none."""
+    num_classes = backbone.num_classes
+    if backbone.context_size:
+        return _evenly_spaced_contexts(data)
+    if not num_classes or label_seed is None:
+        rule = "i mod num_classes" if num_classes else "none"
+        return Conditions(rule, lambda indices: default_labels(indices, num_classes))
+
+    def draw(indices: Sequence[int]) -> Tensor:
+        generators = (make_generator("sample label", label_seed, index) for index in indices)
+        return torch.cat([torch.randint(num_classes, (1,), generator=g) for g in generators])
+
+    return Conditions("at random", draw)
+
+
+def _evenly_spaced_contexts(data: ImageData) -> Conditions:
     kind, part = ("training", data.train) if data.held_out is None else ("held-out", data.held_out)
     size = len(part)  # type: ignore[arg-type]
     bits = max(size - 1, 0).bit_length()
     reversed_bits = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
     order = [index for index in reversed_bits if index < size]
 
-    def of(indices: Sequence[int]) -> Tensor:
+    def read(indices: Sequence[int]) -> Tensor:
         return read_items(part, [order[index % size] for index in indices])[1]
 
-    return Conditions(f"contexts of {kind} images, evenly spaced", of)
-
-
-def label_conditions(backbone: Backbone, seed: int | None = None) -> Conditions:
-    """Return labels for samples: i mod num_classes, or random ones from `seed`; None without
-    classes."""
-    num_classes = backbone.num_classes
-    if not num_classes or seed is None:
-        rule = "i mod num_classes" if num_classes else "none"
-        return Conditions(rule, lambda indices: default_labels(indices, num_classes))
-
-    def drawn(indices: Sequence[int]) -> Tensor:
-        generators = (make_generator("sample label", seed, index) for index in indices)
-        return torch.cat([torch.randint(num_classes, (1,), generator=g) for g in generators])
-
-    return Conditions("at random", drawn)
+    return Conditions(f"contexts of {kind} images, evenly spaced", read)
 
 
 def class_number(label: int | str, names: Sequence[str]) -> int:
