@@ -1,6 +1,5 @@
 """Tables in a bucket: what is read, in which order, and what stays on the disk."""
 
-import json
 import shutil
 from itertools import pairwise
 
@@ -113,15 +112,6 @@ def test_a_run_resumes_to_the_bit_also_after_a_part_was_missing(tmp_path):
     parts = train_small(tmp_path / "parts", *given, "training.num_steps=9", "resume=latest")
     assert_same_end(whole, parts)
     assert not (parts / "corrupt.txt").exists()
-
-
-def test_a_table_of_an_earlier_version_says_what_to_copy(tmp_path):
-    url, file = write_bucket(tmp_path / "table"), tmp_path / "table" / "table.json"
-    metadata = json.loads(file.read_text())
-    del metadata["lengths"]
-    file.write_text(json.dumps(metadata))
-    with pytest.raises(ValueError, match=r"labels\.npy"):
-        open_bucket(url, tmp_path / "cache")
 
 
 def test_a_table_is_not_written_into_a_folder_that_looks_like_a_bucket(tmp_path):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tread_zoo.checkpoint_config import EncodingConfig
-from tread_zoo.data.bucket import read_part
+from tread_zoo.data.arrow import read_rows
 from tread_zoo.data.contexts import as_half
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import atomic_file, write_text
@@ -349,7 +349,7 @@ def finish(out: Path, metadata: dict[str, Any]) -> bool:
             shapes = {key: sums[key] for key in ("shape", "features_shape")}
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
-    labels = {name: read_part(out / name).column("label").to_numpy() for name in names}
+    labels = {name: read_rows(out / name).column("label").to_numpy() for name in names}
     with atomic_file(out / "labels.npy", alone=False) as stream:
         np.save(stream, np.concatenate(list(labels.values())))
     done = {**metadata, **shapes, "mean": mean.tolist(), "std": std.tolist(),

@@ -11,7 +11,7 @@ The table (`encode.py` writes it) is a folder:
     table.json              shape, statistics, settings and autoencoder
     train-00000.arrow …     columns latent or image (bytes), label, and perhaps context, features
     held_out-00000.arrow …  (float16 bytes)
-    labels.npy              of all rows, for a table in a bucket
+    labels.npy              of all rows
 
 Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (2 C stored of
 moments), h height, w width, S channels of features.
@@ -19,17 +19,15 @@ moments), h height, w width, S channels of features.
 
 import copy
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from tread_zoo.data.bucket import BucketTable, is_url
+from tread_zoo.data.arrow import ArrowTable
 from tread_zoo.data.dataset import PIXELS, Codec, ImageData, TableDataset, to_uint8
 from tread_zoo.data.labels import check_labels
 from tread_zoo.data.split import split_data
@@ -37,9 +35,6 @@ from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 from tread_zoo.seeding import ImageGenerator
-
-if TYPE_CHECKING:
-    import datasets
 
 SPLITS = ("train", "held_out")
 DECODE_BATCH = 8  # images: decoding needs far more memory than the latents
@@ -252,7 +247,7 @@ def table(
 
 
 def _table_data(
-    table: "LocalTable | BucketTable",
+    table: ArrowTable,
     shape: Sequence[int],
     held_out: float | None,
     num_classes: int | None,
@@ -301,61 +296,10 @@ def _normalize(
     return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
 
 
-class LocalTable:
-    """Rows of a table on a disk, memory-mapped."""
-
-    digest = ""  # empty: then items are compared
-
-    def __init__(self, path: str):
-        self.root = Path(path).expanduser()
-        self.where, self.name = str(self.root), self.root.name
-        text = (self.root / "table.json").read_text(encoding="utf-8")
-        self.metadata: dict[str, Any] = json.loads(text)
-
-    @functools.cached_property
-    def parts(self) -> "list[list[datasets.Dataset]]":
-        """The files of the training part, and of the held-out part."""
-        import datasets
-
-        names = (self.metadata["parts"][part] for part in SPLITS)
-        return [[datasets.Dataset.from_file(str(self.root / n)) for n in part] for part in names]
-
-    @functools.cached_property
-    def rows(self) -> "datasets.Dataset":
-        """The rows of all files."""
-        import datasets
-
-        return datasets.concatenate_datasets([*self.parts[0], *self.parts[1]])
-
-    @property
-    def num_train(self) -> int:
-        """Number of rows of the training part, which come first."""
-        return sum(map(len, self.parts[0]))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def labels(self) -> Tensor:
-        """Return the labels int64 [N]."""
-        return torch.tensor(self.rows.data.column("label").to_numpy())
-
-    def cell(self, column: str, row: int) -> bytearray:
-        """Return the bytes of a cell."""
-        return bytearray(self.rows.data.column(column)[row].as_buffer())
-
-    def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a permutation int64 [N] of `rows` [N]."""
-        return torch.randperm(len(rows), generator=generator)
-
-
-def _open_table(
-    path: str, cache: str | None, num_cached: int, *, pixels: bool
-) -> "LocalTable | BucketTable":
-    """Return a table. Raises ValueError if it is not finished, or holds latents where `pixels` are
-    wanted or pixels where they are not."""
-    table = BucketTable(path, cache, num_cached) if is_url(path) else LocalTable(path)
-    if "mean" not in table.metadata:
-        raise ValueError(f"data.path={path!r} is not finished: encode with the same command.")
+def _open_table(path: str, cache: str | None, num_cached: int, *, pixels: bool) -> ArrowTable:
+    """Return a table. Raises ValueError if it holds latents where `pixels` are wanted, or pixels
+    where they are not."""
+    table = ArrowTable(path, cache, num_cached)
     if (table.metadata["content"] == "pixels") is not pixels:
         other = "latents" if pixels else "table"
         raise ValueError(f"data.path={path!r} has {table.metadata['content']}: use data={other}.")
@@ -364,8 +308,7 @@ def _open_table(
 
 @dataclass(eq=False)
 class EncodedTable(TableDataset):
-    """Rows of a table of stored latents [K,C',h,w] or images [C,H,W], with labels or contexts, read
-    from the memory-mapped Arrow chunks."""
+    """Rows of a table of stored latents [K,C',h,w] or images [C,H,W], with labels or contexts."""
 
     column: str  # latent or image
     shape: Sequence[int]  # of one latent or image

@@ -20,7 +20,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from tread_zoo.credentials import without_credentials
-from tread_zoo.data.bucket import is_url
+from tread_zoo.data.arrow import is_url
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
 from tread_zoo.data.files import expand_braces
