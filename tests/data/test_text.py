@@ -88,15 +88,6 @@ def test_a_picture_s_caption_is_found_where_people_keep_it(tmp_path, write, capl
         create("data", kind, **{**given, "caption_column": "nothing"})
 
 
-def test_other_columns_that_look_like_captions_are_named(tmp_path, caplog):
-    described = [f"picture number {i} of them" for i in range(9)]
-    table = picture_table(range(9), description=(datasets.Value("string"), described))
-    table.save_to_disk(tmp_path / "set")
-    data = create("data", "hf", path=str(tmp_path / "set"))
-    assert data.train.caption(0) == ""
-    assert "description (data.caption_column)" in caplog.text
-
-
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "dataset.json"])
 def test_labels_of_metadata_take_the_place_of_sub_folders(tmp_path, kind):
     root, labels = tmp_path / "set", [1, 0, 2, 1, 0, 2]

@@ -3,13 +3,14 @@
 N images, C channels, H height, W width.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
@@ -140,25 +141,14 @@ def _from_torchvision(
     pad_to: Any = None,
 ) -> ImageData:
     """Return a data set whose class in torchvision has `data`, `targets` and `classes`."""
-    with _local_folder(path, name) as root:
+    root = Path(path or cache_folder() / name).expanduser()
+    if path is None:
+        root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / ".download.lock") if path is None else nullcontext():
         sets = [kind(root, train=train, download=path is None) for train in (True, False)]
     parts = [(_channels_first(torch.as_tensor(s.data)), torch.as_tensor(s.targets)) for s in sets]
     names = tuple(sets[0].classes)
     return _in_memory(name, parts, held_out, num_classes, pad_to=pad_to, class_names=names)
-
-
-@contextmanager
-def _local_folder(path: str | None, name: str) -> Iterator[Path]:
-    """Yield `path`, or else a folder `name` for downloads, locked so that one process downloads."""
-    from filelock import FileLock
-
-    if path is not None:
-        yield Path(path).expanduser()
-        return
-    folder = cache_folder() / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".download.lock"):
-        yield folder
 
 
 def _in_memory(

@@ -27,7 +27,7 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
     """Return the pictures under a folder, by suffix, in no order.
 
     Hidden files and folders are skipped. A folder that links lead to counts once, under its own
-    name. Other files are counted in the log, except metadata and cat.txt beside cat.png.
+    name. Other files are counted in the log, except metadata and texts, which may be captions.
 
     Args:
         root: the folder.
@@ -37,20 +37,14 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
     Raises:
         ValueError: there are none, or a name is not UTF-8.
     """
-    files, texts, others = list[Path](), list[str](), Counter[str]()
+    files, others = list[Path](), Counter[str]()
     for entry in _entries(root):
         if not entry.is_file():  # a pipe, a device, a link to nothing
             others["no regular file"] += 1
         elif entry.name.lower().endswith(SUFFIXES):
             files.append(Path(entry.path))
-        elif entry.name.endswith(".txt"):
-            texts.append(entry.path)
-        elif not entry.name.endswith((beside or METADATA[0], *METADATA)):
+        elif not entry.name.endswith((beside or ".txt", ".txt", *METADATA)):
             others[os.path.splitext(entry.name)[1].lower() or "no suffix"] += 1
-    if texts:
-        stems = {os.path.splitext(file)[0] for file in files}
-        others[".txt"] = sum(text.removesuffix(".txt") not in stems for text in texts)
-    others = +others  # without zeros
     if others:
         kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in others.most_common())
         if {".heic", ".heif"} & others.keys():

@@ -85,21 +85,19 @@ def resize_and_crop(
         return choose(w / p for p, w in zip(picture.size, wanted, strict=True))
 
     factor, scale = 1, scale_of(picture)
-    fitting = [max(1, round(side * scale)) for side in picture.size]
+    width, height = (max(1, round(side * scale)) for side in picture.size)
     while scale <= 1 / (2 * factor):
         factor *= 2
     picture = picture.reduce(factor)
-    if border is not None:
-        whole = Image.new(picture.mode, wanted, border)
-        picture = picture.resize((fitting[0], fitting[1]), Image.Resampling.BICUBIC)
-        left, top = ((w - s) // 2 for s, w in zip(fitting, wanted, strict=True))
-        whole.paste(picture, (left, top))
-        return whole
-    scale = scale_of(picture)
-    width, height = (max(w, round(p * scale)) for p, w in zip(picture.size, wanted, strict=True))
-    picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - wanted[0]) // 2, (height - wanted[1]) // 2
-    return picture.crop((left, top, left + wanted[0], top + wanted[1]))
+    if border is None:
+        scale = scale_of(picture)
+        width, height = (
+            max(w, round(p * scale)) for p, w in zip(picture.size, wanted, strict=True)
+        )
+    whole = Image.new(picture.mode, wanted, border or 0)
+    corner = int((wanted[0] - width) / 2), int((wanted[1] - height) / 2)
+    whole.paste(picture.resize((width, height), Image.Resampling.BICUBIC), corner)
+    return whole
 
 
 def read_colour(background: str) -> Colour:

@@ -6,8 +6,6 @@ decoded here, when they are read. Labels and contexts are other columns.
 C channels, H height, W width, N rows.
 """
 
-import errno
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,8 +47,6 @@ from tread_zoo.registry import register
 
 if TYPE_CHECKING:
     import datasets
-
-logger = logging.getLogger(__name__)
 
 TEST_SPLITS = ("test", "validation")  # the first that exists is taken if none is named
 _MEASURED = 64  # pictures, for the size
@@ -182,7 +178,7 @@ class Pictures:
             context = context_shape(table, "context", self.context_length)
         size = self.image_size
         size = (size, size) if isinstance(size, int) else size
-        shape = _survey(table.select_columns([*pictures]), name, size, self.background)
+        shape = size or _size_of(table.select_columns([*pictures]), name)
         items = PictureTable(
             table, labels, context, size, self.channels, shape, colour, self.crop, captions
         )
@@ -256,9 +252,8 @@ class HuggingFace(Pictures):
         config: configuration, where the data set has several.
         split: the training split; None is `train`. A part, as in train[:10%], is for names on the
             hub and folders of files.
-        test_split: the held-out split; None is `test` or `validation`, whichever exists.
-        held_out: fraction held out of the training split instead; without a test split, None is
-            0.1.
+        held_out: fraction held out of the training split. None holds out the split `test` or
+            `validation` or, without either, 0.1.
         image_column: None finds the only column of pictures.
         label_column: integers or words; None finds a column named label, labels, class, cls or
             target, or the only one of class labels; without any the pictures are unlabelled.
@@ -268,19 +263,17 @@ class HuggingFace(Pictures):
     path: str
     config: str | None = None
     split: str | None = None
-    test_split: str | None = None
     held_out: Fraction | None = None
     image_column: str | None = None
     label_column: str | None = None
     context_column: str | None = None
 
     def load(self) -> ImageData:
-        path, folder = self.path, Path(self.path).expanduser()
-        if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
-            raise FileNotFoundError(errno.ENOENT, "No such folder", path)  # nor a name on the hub
-        name = folder.resolve().name if folder.exists() else path
-        place = str(folder) if folder.exists() else path
-        tables = _load_splits(place, self.config, self.split, self.test_split, self.held_out)
+        folder = Path(self.path).expanduser()
+        place = name = self.path
+        if folder.exists() or self.path.startswith((".", "~")):  # else perhaps a name on the hub
+            place, name = str(folder.absolute()), folder.resolve().name
+        tables = _load_splits(place, self.config, self.split, self.held_out)
         return self.data_of(
             f"hf:{name}", tables, self.image_column and [self.image_column], self.label_column,
             self.context_column, self.caption_column,
@@ -288,7 +281,7 @@ class HuggingFace(Pictures):
 
 
 def _load_splits(
-    path: str, config: str | None, split: str | None, test_split: str | None, held_out: float | None
+    path: str, config: str | None, split: str | None, held_out: float | None
 ) -> list["datasets.Dataset"]:
     """Return the training split and, if there is one, the test split."""
     import datasets
@@ -298,20 +291,14 @@ def _load_splits(
     if isinstance(splits, datasets.Dataset):  # saved without splits
         splits = {str(splits.split or "train"): splits}
     split = split or (next(iter(splits)) if len(splits) == 1 else "train")
-    chosen = {"split": split}
-    if held_out is None:
-        others = [name for name in TEST_SPLITS if name in splits and name != split.split("[")[0]]
-        if test_split or others:
-            chosen["test_split"] = test_split or others[0]
-    tables = []
-    for field, name in chosen.items():
-        if name in splits:
-            tables.append(splits[name])
-        elif "[" in name and not saved:
-            tables.append(datasets.load_dataset(path, config, split=name))
-        else:
-            raise unknown_name(f"data.{field}", name, splits)
-    return tables
+    if split in splits:
+        train = splits[split]
+    elif "[" in split and not saved:
+        train = datasets.load_dataset(path, config, split=split)
+    else:
+        raise unknown_name("data.split", split, splits)
+    tests = [name for name in TEST_SPLITS if name in splits and name != split.split("[")[0]]
+    return [train, *(splits[name] for name in tests[:1] if held_out is None)]
 
 
 @register("data", "webdataset")
@@ -430,36 +417,26 @@ def _source(row: dict[str, Any]) -> Any:
     return cell and (cell["bytes"] or cell["path"])
 
 
-def _survey(
-    table: "datasets.Dataset", name: str, shape: tuple[int, int] | None, background: str
-) -> tuple[int, int]:
-    """Return `shape`, if set, or else (H, W) of up to 64 evenly spaced pictures. If any is
-    transparent, that is logged; pictures that cannot be opened are reported in training.
+def _size_of(table: "datasets.Dataset", name: str) -> tuple[int, int]:
+    """Return (H, W) of up to 64 evenly spaced pictures. Those that cannot be opened are reported in
+    training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.
     """
-    sizes: dict[tuple[int, int], int] = {}
-    transparent, reason, rows = 0, "", evenly_spaced(len(table), _MEASURED)
-    for row in rows:
+    sizes, reason = dict[tuple[int, int], int](), ""
+    for row in evenly_spaced(len(table), _MEASURED):
         try:
             picture = open_picture(_source(table[row]))
+            sizes.setdefault((picture.height, picture.width), row)
         except Exception as error:  # as in read_picture
             reason = str(error)
-            continue
-        sizes.setdefault((picture.height, picture.width), row)
-        transparent += picture.has_transparency_data
     if not sizes:
         raise ValueError(f"{name}: none of the sampled pictures can be opened: {reason}")
-    if transparent:
-        logger.warning(
-            "alpha     %s: %d of %d pictures looked at have transparency, on data.background=%s",
-            name, transparent, len(rows), background,
-        )  # fmt: skip
-    if shape is None and len(sizes) > 1:
+    if len(sizes) > 1:
         two = [f"number {row} is {high}x{wide}" for (high, wide), row in list(sizes.items())[:2]]
         raise ValueError(
             f"{name}: the pictures differ in size (height x width): {', '.join(two)}. Set "
             "data.image_size."
         )
-    return shape or next(iter(sizes))
+    return next(iter(sizes))

@@ -43,7 +43,6 @@ CLASSES = {  # by the model_type of a configuration
 }  # fmt: skip
 MOST_TOKENS = 77  # of a caption, as CLIP has it, unless text_length says otherwise
 COLUMNS = ("caption", "captions", "text", "prompt", "txt")  # taken in this order if none is named
-_SURVEYED = 1000  # rows, by which other columns are judged
 _BATCH = 64  # captions that are encoded at a time
 
 
@@ -51,11 +50,8 @@ class TextEncoder:
     """A text encoder in eval mode; `network` is of a class in `CLASSES`, beside its tokenizer."""
 
     def __init__(self, network: Any, tokenizer: Any, name: str):
-        self.network, self.tokenizer, self.name = (
-            network.eval().requires_grad_(False),
-            tokenizer,
-            name,
-        )
+        self.network = network.eval().requires_grad_(False)
+        self.tokenizer, self.name = tokenizer, name
         positions = getattr(network.config, "max_position_embeddings", None)  # T5 has none
         self.max_length = int(min(positions or 512, tokenizer.model_max_length))
 
@@ -157,25 +153,15 @@ def find_captions(
     """Return the column of captions of a table: `column`, or one named as in `COLUMNS`; None
     without any. `used` are columns of something else.
 
-    Captions, and other columns that look like some, are logged. Raises ValueError if there is no
-    such column.
+    The column is logged. Raises ValueError if there is no such column.
     """
     if column is not None and column not in table.features:
         raise unknown_name("data.caption_column", column, table.features)
     texts = [c for c, kind in table.features.items() if c not in used and _is_text(kind)]
     chosen = column or next((c for c in COLUMNS if c in texts), None)
     if chosen:
-        logger.info(
-            "captions  %s: in %r; data.text_encoder=… makes contexts of them",
-            name, chosen,
-        )  # fmt: skip
-    rows = table.select(range(min(len(table), _SURVEYED)))
-    others = [c for c in texts if c != chosen and (c in COLUMNS or _may_be_captions(rows, c))]
-    if others:
-        logger.warning(
-            "captions  %s: not used, but like captions: %s (data.caption_column)",
-            name, ", ".join(others),
-        )  # fmt: skip
+        text = "captions  %s: in %r; data.text_encoder=… makes contexts of them"
+        logger.info(text, name, chosen)
     return chosen
 
 
@@ -220,7 +206,7 @@ class CaptionedImages(Dataset[Any]):
 
     @property
     def digest(self) -> str:
-        """What tells other data apart: captions, since contexts differ a little by hardware."""
+        """A digest of images and captions; contexts differ a little by hardware."""
         return "" if self.contexts is None else digest_items(replace(self, contexts=None))
 
     def __len__(self) -> int:
@@ -247,19 +233,18 @@ class CaptionedImages(Dataset[Any]):
 
 
 def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
-    """Return data whose items have the contexts of their captions in the place of labels, as those
-    of a table that tread-zoo encode writes.
+    """Return data whose items have the contexts of their captions in the place of labels.
 
-    They are computed on this process's device and kept in the cache folder, by captions, encoder
-    and length, for all processes of a machine and later runs.
+    Contexts are computed on this process's device. They are kept in the cache folder, by captions,
+    encoder and length, for all processes of a machine and later runs.
 
     Args:
         data: images with captions.
-        name: as of `load_text_encoder`.
+        name: see `load_text_encoder`.
         length: embeddings per caption; None is the number of the longest caption, 77 at most.
 
     Raises:
-        ValueError: as of `load_text_encoder` and `caption_shape`.
+        ValueError: see `load_text_encoder` and `caption_shape`.
     """
     encoder = load_text_encoder(name)
     shape = caption_shape(data, encoder, length)
@@ -317,10 +302,3 @@ def _is_text(kind: Any) -> bool:
     if isinstance(kind, dict):
         return set(kind) == {"path"}
     return str(getattr(getattr(kind, "feature", kind), "dtype", "")) in ("string", "large_string")
-
-
-def _may_be_captions(rows: "datasets.Dataset", column: str) -> bool:
-    """Return whether most of a column's values are several words, and most differ."""
-    values = [str(value) for value in rows[column] if value]
-    several = sum(len(value.split()) > 2 for value in values)
-    return not column.startswith("__") and 2 * min(several, len(set(values))) > len(rows)
