@@ -67,7 +67,7 @@ class ArrowTable:
             self.folder = root / hashlib.sha256(path.encode() + content).hexdigest()[:16]
             # Images are not compared, since each would bring its file.
             self.digest = hashlib.sha256(content).hexdigest()[:4]
-        self._open: dict[int, Any] = {}  # by file, the most recently used last
+        self._open: dict[int, dict[str, Any]] = {}  # columns by file, the most recently used last
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -82,12 +82,15 @@ class ArrowTable:
     def cell(self, column: str, row: int) -> bytearray:
         """Return the bytes of a cell. Raises `Unavailable` if its file cannot be read."""
         number = bisect.bisect_right(self.ends, row)
-        table = self._open.pop(number, None)
-        self._open[number] = table = self._rows(number) if table is None else table
+        columns = self._open.pop(number, None)
+        if columns is None:
+            rows = self._rows(number)
+            columns = dict(zip(rows.column_names, rows.columns, strict=True))
+        self._open[number] = columns
         while self.in_bucket and len(self._open) > self.window + 1:
             self._open.pop(next(iter(self._open)))
         first = self.ends[number - 1] if number else 0
-        return bytearray(table.column(column)[row - first].as_buffer())
+        return bytearray(columns[column][row - first].as_buffer())
 
     def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """Return a permutation int64 [N] of `rows` [N]; of a table in a bucket, the rows of a file

@@ -129,6 +129,12 @@ class ImageData:
     features: tuple[int, int, int, int] | None = None
 
     @property
+    def parts(self) -> dict[str, Any]:
+        """`train` and, unless nothing is held out, `held_out`."""
+        parts = {"train": self.train, "held_out": self.held_out}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
     def context_keywords(self) -> dict[str, int]:
         """Keywords of `create_backbone`; empty without contexts."""
         if self.context is None:

@@ -76,7 +76,7 @@ def encode(
         if text is None
         else caption_shape(data, text, config.text_length, shown=rank == 0)
     )
-    lengths = {part: len(getattr(data, part) or ()) for part in SPLITS}
+    lengths = {part: len(data.parts.get(part, ())) for part in SPLITS}
     size = config.part_size
     spans = {
         f"{part}-{start // size:05d}.arrow": (part, range(start, min(start + size, length)))
@@ -98,8 +98,8 @@ def encode(
     }  # fmt: skip
     _begin(out, metadata)
     missing = [name for name in list(spans)[rank::num_ranks] if not (out / name).exists()]
-    parts = [part for part in (data.train, data.held_out) if part is not None]
-    log = CorruptLog(out / "corrupt.txt", parts, config.max_corrupt_share, "max_corrupt_share")
+    corrupt, share = out / "corrupt.txt", config.max_corrupt_share
+    log = CorruptLog(corrupt, data.parts.values(), share, "max_corrupt_share")
     if rank == 0 and missing and vae is not None:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
     encode_text = None
@@ -174,7 +174,7 @@ class _Encoder:
             batch_size=self.config.batch_size,
             num_workers=self.config.num_workers,
             collate_fn=functools.partial(
-                _read_each, getattr(self.data, part), self.encode_text is not None
+                _read_each, self.data.parts[part], self.encode_text is not None
             ),
         )
         offset = 0 if part == "train" else len(self.data.train)  # type: ignore[arg-type]

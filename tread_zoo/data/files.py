@@ -91,6 +91,6 @@ def atomic_file(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str, *, alone: bool = True) -> None:
-    """Write a file atomically, in UTF-8; bytes of a name that is not UTF-8 become `\\udcff`."""
+    """Write a file atomically, in UTF-8. Bytes of a file's name that are not UTF-8 are escaped."""
     with atomic_file(path, alone=alone) as stream:
         stream.write(text.encode(errors="backslashreplace"))

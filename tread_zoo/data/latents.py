@@ -319,7 +319,7 @@ class EncodedTable(TableDataset):
 
     @property
     def digest(self) -> str:
-        """What tells other data apart without reading items; empty if they are quick to read."""
+        """A digest of the table itself; empty if its items are quick to read and compare."""
         return self.table.digest
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:

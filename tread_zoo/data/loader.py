@@ -39,11 +39,11 @@ class StepBatches:
 
     Epoch e is a permutation drawn from (seed, e) alone, cut into global batches of
     batch_size * num_ranks; rank r takes the r-th slice of each. Items that do not fill a global
-    batch are dropped, others in each epoch. A resumed run has the batches of an unbroken one, and
-    so have other numbers of ranks with the same global batch. Raises ValueError if there are fewer
-    items than a global batch.
+    batch are dropped, different ones in each epoch. A resumed run has the batches of an unbroken
+    one. So has a run on another number of ranks with the same global batch. Raises ValueError if
+    there are fewer items than a global batch.
 
-    `items` is their number, or the data set; one with `epoch_order` chooses the permutations.
+    `items` is their number, or the data set. If it has `epoch_order`, that makes the permutations.
     """
 
     def __init__(
@@ -108,9 +108,6 @@ class CorruptItem:
 
 class Unavailable(OSError):
     """Data that cannot be reached for now. The run ends: no other item takes their place."""
-
-
-OnCorrupt = Callable[[CorruptItem], None]
 
 
 def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptItem:
@@ -240,7 +237,7 @@ def _read_batches(
         # Without it, DataLoader takes its workers' seed from the global generator.
         generator=make_generator("workers"),
     )
-    on_corrupt: OnCorrupt = getattr(dataset, "on_corrupt", warn_about)
+    on_corrupt: Callable[[CorruptItem], None] = getattr(dataset, "on_corrupt", warn_about)
     reported: set[int] = set()
     for tensors, corrupt, unavailable in loader:
         if unavailable:

@@ -98,16 +98,3 @@ def resize_and_crop(
     corner = int((wanted[0] - width) / 2), int((wanted[1] - height) / 2)
     whole.paste(picture.resize((width, height), Image.Resampling.BICUBIC), corner)
     return whole
-
-
-def read_colour(background: str) -> Colour:
-    """Return red, green, blue and full opacity of a colour's name."""
-    from PIL import ImageColor
-
-    try:
-        red, green, blue = ImageColor.getrgb(background)[:3]
-    except ValueError:
-        raise ValueError(
-            f"data.background={background!r} is no colour: give a name, as white, or '#rrggbb'."
-        ) from None
-    return red, green, blue, 255

@@ -31,14 +31,7 @@ from tread_zoo.data.labels import (
     nfc,
     read_labels,
 )
-from tread_zoo.data.pictures import (
-    Colour,
-    Crop,
-    Size,
-    open_picture,
-    read_colour,
-    read_picture,
-)
+from tread_zoo.data.pictures import Colour, Crop, Size, open_picture, read_picture
 from tread_zoo.data.split import evenly_spaced, split_data
 from tread_zoo.data.text import Captions, caption_key, find_captions, with_contexts
 from tread_zoo.errors import unknown_name
@@ -133,10 +126,6 @@ class Pictures:
     background: str = "white"
     crop: Crop = "center"
 
-    def load(self) -> ImageData:
-        """Return the data."""
-        raise NotImplementedError
-
     def data_of(
         self,
         name: str,
@@ -150,8 +139,9 @@ class Pictures:
         """Return the data of a training table and perhaps a test table. A row's picture is in the
         first of `image_columns` that is not null; for `caption_key` see `Captions`."""
         import datasets
+        from PIL import ImageColor
 
-        colour = read_colour(self.background)
+        red, green, blue = ImageColor.getrgb(self.background)[:3]
         columns = [n for n in tables[0].features if all(n in t.features for t in tables)]
         table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
         image_columns, context = image_columns or (_image_column(table),), None
@@ -180,8 +170,9 @@ class Pictures:
         size = (size, size) if isinstance(size, int) else size
         shape = size or _size_of(table.select_columns([*pictures]), name)
         items = PictureTable(
-            table, labels, context, size, self.channels, shape, colour, self.crop, captions
-        )
+            table, labels, context, size, self.channels, shape, (red, green, blue, 255), self.crop,
+            captions,
+        )  # fmt: skip
         data = split_data(
             name, items, len(tables[0]), self.held_out, names,
             image_size=shape, channels=self.channels, context=context,

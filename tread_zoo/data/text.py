@@ -173,15 +173,14 @@ def caption_shape(
     Raises:
         ValueError: there are no captions, or there are contexts already.
     """
-    parts: list[Any] = [part for part in (data.train, data.held_out) if part is not None]
-    if data.context or getattr(parts[0], "captions", None) is None:
+    if data.context or getattr(data.train, "captions", None) is None:
         what = "contexts already" if data.context else "no captions"
         raise ValueError(
             f"text_encoder={encoder.name!r}, but {data.name} has {what}: captions are cat.txt "
             "beside cat.png, or a column that data.caption_column names."
         )
     counts, empty = list[int](), 0
-    for part in parts:
+    for part in data.parts.values():
         for start in range(0, len(part), 1000):
             texts = [_caption(part, i) for i in range(start, min(start + 1000, len(part)))]
             counts += encoder.count_tokens(texts)
@@ -248,9 +247,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
     """
     encoder = load_text_encoder(name)
     shape = caption_shape(data, encoder, length)
-    parts: dict[str, Any] = {"train": data.train, "held_out": data.held_out}
-    parts = {name: part for name, part in parts.items() if part is not None}
-    texts = sorted({_caption(part, i) for part in parts.values() for i in range(len(part))})
+    texts = sorted({_caption(part, i) for part in data.parts.values() for i in range(len(part))})
     key = hashlib.sha256(json.dumps([encoder.metadata, shape, texts]).encode()).hexdigest()
     file = cache_folder() / f"contexts-{key[:16]}.bin"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -265,7 +262,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
     contexts = torch.from_file(str(file), size=size, dtype=torch.float16).view(-1, *shape)
     numbers = {text: number for number, text in enumerate(texts)}
     captioned: dict[str, Any] = {
-        name: CaptionedImages(part, numbers, contexts) for name, part in parts.items()
+        name: CaptionedImages(part, numbers, contexts) for name, part in data.parts.items()
     }
     return replace(
         data, **captioned, num_classes=0, class_names=(), context=shape,
