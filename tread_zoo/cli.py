@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from tread_zoo.errors import unknown_field, unknown_name
 from tread_zoo.fields import default_fields
 from tread_zoo.groups import store_fields
 from tread_zoo.help import describe
-from tread_zoo.registry import KINDS, available, load_plugins
+from tread_zoo.registry import KINDS, load_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def command(
                 saved = "; if a checkpoint was saved, resume=latest continues from it"
                 remedy = saved if name == "train" else ""
                 with errors_in_one_line(traceback, f"stopped by Ctrl-C{remedy}"):
-                    settings = _user_settings(composed, config)
+                    settings = _user_settings(composed)
                     import_plugins(settings.get("plugins", ()))
                     run(settings)
 
@@ -100,7 +100,7 @@ def compose_settings(
     with plain_errors(name, config):
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            settings = _user_settings(compose(name, overrides=[*map(readable, overrides)]), config)
+            settings = _user_settings(compose(name, overrides=[*map(readable, overrides)]))
     import_plugins(settings.get("plugins", ()))
     return settings
 
@@ -124,22 +124,11 @@ def presets(name: str, config: type) -> dict[str, list[str]]:
     return {group: [path.stem for path in (CONFIGS / group).glob("*.yaml")] for group in groups}
 
 
-def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
-    """Return the settings the user gave, as plain values. `${…}` may also refer to defaults."""
-    given: Any = OmegaConf.to_container(composed)
-    given = {field: value for field, value in given.items() if value != {}}
-    defaults = OmegaConf.create(default_fields(config))
-    resolved: Any = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True)
-    return _entries_in(resolved, given)
-
-
-def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of nested `values` whose keys are in `fields`."""
-    return {
-        field: _entries_in(values[field], inner) if isinstance(inner, Mapping) else values[field]
-        for field, inner in fields.items()
-        if inner != "???"  # OmegaConf's sign for a missing value
-    }
+def _user_settings(composed: DictConfig) -> dict[str, Any]:
+    """Return the settings the user gave, as plain values."""
+    given: Any = OmegaConf.to_container(composed, resolve=True)
+    # "???" is OmegaConf's sign for a missing value
+    return {field: value for field, value in given.items() if value not in ({}, "???")}
 
 
 def check_words(words: Sequence[str], config: type) -> None:
@@ -147,18 +136,18 @@ def check_words(words: Sequence[str], config: type) -> None:
     of hydra."""
     fields = default_fields(config)
     for number, word in enumerate(words):
-        name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
+        name, equals, value = word.lstrip("-~").replace("-", "_").partition("=")
         if name in KINDS and re.fullmatch(r"-?[\d.]+", value):
             example = (
                 f"guidance=cfg guidance.scale={value}" if name == "guidance" else f"--help {name}"
             )
             raise ValueError(f"{word} is a number, and {name} has a name: {example}.")
         is_flag = word[:1] == "-" and name.partition(".")[0] not in fields
-        if is_flag or word[:1] == "~" or (equals and word[:1] != "-"):
+        if is_flag or (equals and word[:1] != "-"):
             continue
         if number and words[number - 1] in FLAGS_WITH_VALUE:
             continue
-        following = next((w for w in words[number + 1 :] if w[:1] != "-"), "")
+        following = next((w for w in words[number + 1 :] if w[:1] != "-" and "=" not in w), "")
         meant = f"{name}={value or following or '…'}"
         if name not in fields and word[:1] != "-":
             meant = f"checkpoint={word}" if "checkpoint" in fields else "seed=1"
@@ -170,9 +159,6 @@ def readable(word: str) -> str:
     with `ü` or `=`. `bypass_rate` becomes `selection_rate`, TREAD's name for it."""
     word = re.sub(r"^(routing|sampler)\.bypass_rate=", r"\1.selection_rate=", word)
     field, equals, value = word.partition("=")
-    left_out = word.removeprefix("~")
-    if left_out != word and left_out in KINDS and "none" in available(left_out):
-        return f"{left_out}=none"  # by itself, hydra would use its default
     if field == "prompt" and value[:1] not in ("[", "'", '"'):
         return f"{field}={quoted(value)}"  # a text may have commas and brackets
     try:
@@ -212,7 +198,8 @@ def errors_in_one_line(
         if sweeping and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             logger.error("error: %s", error)
             raise
-        print(f"error: {without_credentials(str(error))}", file=sys.stderr)
+        text = " ".join(str(error).split("\n"))
+        print(f"error: {without_credentials(text)}", file=sys.stderr)
         sys.exit(status)
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)
@@ -220,8 +207,8 @@ def errors_in_one_line(
 
 
 def _nobody_reads() -> bool:
-    """Return whether the reader of the standard output has left; it then goes nowhere. Otherwise a
-    broken pipe was another one, such as a connection, and there is an empty line."""
+    """Return whether nobody reads the standard output any more, which is then discarded. If a
+    connection broke instead, this prints an empty line."""
     try:
         print(flush=True)
     except BrokenPipeError:

@@ -67,8 +67,8 @@ def close_process_group_at_exit() -> None:
 
 
 def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torch's variables, as far as they are not set, if this process is one of several tasks of
-    a SLURM step. A batch script's shell is no step.
+    """Set those of torch's variables that are missing, if this process is one of several tasks of a
+    SLURM step. A batch script's shell is no step.
 
     Raises:
         ValueError: the first host cannot be determined.

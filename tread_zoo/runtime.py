@@ -33,8 +33,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def local_device(device: str = "auto") -> torch.device:
-    """Return the device of this process: of several GPUs, the one that a launcher gave it. Raises
-    as of `resolve_device`."""
+    """Return the device of this process: of several GPUs, the one that a launcher gave it. Errors
+    are those of `resolve_device`."""
     resolved = resolve_device(device)
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
