@@ -44,7 +44,7 @@ def build_page(run: Restored, codec: Codec, text_encoder: str | None = None) -> 
         gr.Markdown(f"# tread-zoo: {run.backbone.name}")
         with gr.Tab("Pictures"), gr.Row():
             with gr.Column():
-                if "text_encoder" in run.checkpoint.meta.get("data", {}):
+                if "text_encoder" in run.checkpoint.data:
                     encoder = run.text_encoder(text_encoder)
                     condition = gr.Textbox(label="prompt", placeholder="none: of the data")
                 elif run.backbone.num_classes:
@@ -90,7 +90,7 @@ def draw(
     run: Restored, codec: Codec, encoder: TextEncoder | None,
     condition: str, count: int, scale: float, steps: int, seed: int,
 ) -> Iterator[Image.Image]:  # fmt: skip
-    """Yield the picture as it comes out of the noise, drawn in a thread. Raises ValueError as of
+    """Yield the picture as it comes out of the noise, drawn in a thread. For errors see
     `Restored.sampling`."""
     network, indices, names = run.backbone, range(count), class_names(run)
     guidance = {"name": "none"} if scale == 1 else {"name": "cfg", "scale": float(scale)}

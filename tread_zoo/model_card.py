@@ -113,7 +113,7 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
     """Return the hub's name of the task, by the network's condition."""
-    if "text_encoder" in checkpoint.meta.get("data", {}):
+    if "text_encoder" in checkpoint.data:
         return "text-to-image"
     kind = "class-conditional" if backbone.num_classes else "conditional"
     return f"{kind if backbone.is_conditional else 'unconditional'}-image-generation"

@@ -126,7 +126,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         if isinstance(codec, LatentCodec):
             parts |= {"latent_shift": codec.shift, "latent_scale": codec.scale}
             parts["vae"] = codec.autoencoder.network if codec.has_pixels else None
-        if "text_encoder" in run.checkpoint.meta.get("data", {}) and text_encoder != "none":
+        if "text_encoder" in run.checkpoint.data and text_encoder != "none":
             encoder = run.text_encoder(text_encoder)
             parts |= {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
         return cls(run.backbone, class_names=run.class_names or None, **parts)

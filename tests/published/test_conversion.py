@@ -483,6 +483,6 @@ def test_the_objective_is_restored(tmp_path, name, objective, expected):
     assert run.objective == expected
     unset = {"name": None, "num_steps": None}
     assert run.sampling(unset, {"scale": None}).guidance == NoGuidance()
-    assert not run.has_data
+    assert not run.checkpoint.data
     with pytest.raises(CheckpointError, match="was imported"):
         run.data({})

@@ -28,24 +28,9 @@ OLD = {
     [
         ({}, {"name": "tread", "selection_rate": 0.5}),
         ({"name": "none"}, {"name": "none"}),
-        ({"schedule": "linear", "final_rate": 0.25}, {"selection_rate": ["linear", 0.5, 0.25]}),
-        (
-            {"schedule": "steps", "rate_steps": [[0.3, 0.25]]},
-            {"selection_rate": ["steps", 0.5, [0.3, 0.25]]},
-        ),
-        ({"redraw": True}, {"name": "random_ltd", "selection_rate": 0.5}),
-        ({"reconstruction_weight": 0.0}, {"name": "microdit"}),
-        (
-            {"rejoin": "mask", "reconstruction_weight": 0.1},
-            {"name": "maskdit", "reconstruction_weight": 0.1},
-        ),
         (
             {"rejoin": "project", "bypassed": "zero", "path_drop_probability": 0.2},
             {"name": "sprint", "absent": "zero", "path_drop": 0.2},
-        ),
-        (
-            {"routes": [{"start": 1, "end": 2, "schedule": "cosine", "final_rate": 0.1}]},
-            {"name": "tread"},
         ),
     ],
 )
@@ -60,8 +45,8 @@ def test_each_combination_is_the_method_that_it_means(changes, expected):
     "changes",
     [
         {"detach": True},
-        {"sparsify": False},
-        {"routes": [{"start": 1, "end": 2, "carry_from": 1}]},
+        {"redraw": True},
+        {"schedule": "linear"},
         {"rejoin": "mask"},
         {"rejoin": "project", "routes": [{"start": 1, "end": 2}]},
         {"rejoin": "project", "per_batch": True},
@@ -74,22 +59,15 @@ def test_what_no_method_has_is_named(changes):
 
 def test_guidance_and_weights_move_to_their_places():
     metadata = {
-        "config": {"routing": dict(OLD), "guidance": {"name": "sparse", "start": 3, "end": "auto"}},
+        "config": {"routing": dict(OLD), "guidance": {"name": "parts"}},
         "backbone": {"name": "dit_tiny", "fusions": [[2, 8]], "bypassed": "zero"},
     }
     new = new_metadata(metadata)
-    assert new["config"]["guidance"]["routing"] == {"name": "tread", "start": 3, "end": "auto"}
+    assert new["config"]["guidance"] == {"name": "custom"}
     assert new["backbone"]["routing"] == {"name": "sprint", "absent": "zero", "start": 2, "end": 8}
-    names = [
-        "fusions.2_8_zero.weights.0",
-        "fusions.2_8.biases.1|exp_avg",
-        "mask_tokens.2_8.tokens.0",
-    ]
-    assert new_metadata({"config": {"guidance": {"name": "parts"}}}) == {
-        "config": {"guidance": {"name": "custom"}}
-    }
-    expected = ["routing.weights.0", "routing.biases.1|exp_avg", "routing.tokens.0", "blocks.0.a"]
-    assert list(new_keys(dict.fromkeys([*names, "blocks.0.a"]))) == expected
+    names = ["fusions.2_8_zero.weights.0", "fusions.2_8.biases.1|exp_avg", "blocks.0.a"]
+    expected = ["routing.weights.0", "routing.biases.1|exp_avg", "blocks.0.a"]
+    assert list(new_keys(dict.fromkeys(names))) == expected
 
 
 def test_removed_options_are_left_out_where_they_changed_nothing():

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tread_zoo.published.format import Tensors
 from tread_zoo.runs.checkpoint import CheckpointError
-from tread_zoo.runs.weights import unwrapped
 
 # Training scripts keep several networks in one file, under these names.
 _TENSORS_OF = {
     "ema": ("ema", "ema_state_dict", "model_ema"),
     "model": ("model", "model_state_dict", "state_dict"),
 }
+# Names that torch.compile, DDP, FSDP and activation checkpointing insert when they wrap a module.
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _NAMES_SHOWN = 20
 
 
@@ -109,7 +110,10 @@ def _is_network(value: Any) -> bool:
 
 def _plainly_named(tensors: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors under names without wrappers and without a common prefix `model.`."""
-    plain = {unwrapped(name): tensor for name, tensor in tensors.items()}
+    plain = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): tensor
+        for name, tensor in tensors.items()
+    }
     while all(name.startswith("model.") for name in plain):
         plain = {name.removeprefix("model."): tensor for name, tensor in plain.items()}
     return plain

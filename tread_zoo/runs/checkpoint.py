@@ -33,8 +33,8 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items
-from tread_zoo.registry import PRETRAINED, check_plugins, list_backbones
-from tread_zoo.runs.hub import download
+from tread_zoo.registry import PRETRAINED, check_plugins
+from tread_zoo.runs.hub import find_folder
 from tread_zoo.runs.metadata import (
     CONFIG_NAME,
     FORMAT,
@@ -78,6 +78,11 @@ class Checkpoint:
         if self.path.parent == PRETRAINED:
             return Path("runs") / self.path.name
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Metadata of the training data; empty for an imported network."""
+        return dict(self.meta.get("data", {}))
 
     def config(self) -> RunConfig:
         """Return the configuration of the run; the plug-ins must be loaded."""
@@ -186,14 +191,10 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or has another format.
     """
-    path = Path(path)
-    if not path.exists() and str(path) in list_backbones(pretrained=True):
-        path = PRETRAINED / path
-    if not path.exists():
-        try:
-            path = download(path, into="runs" / path)
-        except OSError as error:
-            raise CheckpointError(str(error)) from error
+    try:
+        path = find_folder(Path(path), into=Path("runs", path))
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
         metadata = read_metadata(path, CONFIG_NAME)
         if "format" not in metadata:

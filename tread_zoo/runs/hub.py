@@ -47,7 +47,9 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
         )
     plugins = plugins_of([("backbone", {"name": backbone.name, **backbone.config})])
     metadata = {"backbone": describe_backbone(backbone), "plugins": plugins}
-    return write_folder(Path(folder), backbone.state_dict(), metadata)
+    # torch.compile(backbone) and compiled blocks insert a name
+    tensors = {k.replace("_orig_mod.", ""): tensor for k, tensor in backbone.state_dict().items()}
+    return write_folder(Path(folder), tensors, metadata)
 
 
 def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
@@ -64,10 +66,7 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
         CheckpointError: the network is damaged; for a run, all checkpoints are.
         ValueError: a plug-in of the network is not loaded.
     """
-    folder = Path(path)
-    if not folder.exists():
-        is_ours = str(path) in list_backbones(pretrained=True)
-        folder = PRETRAINED / path if is_ours else download(folder, revision=revision)
+    folder = find_folder(Path(path), revision=revision)
     folders = sorted(folder.glob(f"checkpoints/{STEP_FOLDERS}"))
     if folders or (folder / META_NAME).exists():
         (folder, metadata), name = read_newest(folders or [folder], AVERAGE_NAME), AVERAGE_NAME
@@ -95,22 +94,27 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
     return folder
 
 
-def download(path: Path, *, revision: str | None = None, into: Path | None = None) -> Path:
-    """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
+def find_folder(path: Path, *, revision: str | None = None, into: Path | None = None) -> Path:
+    """Return `path` if it exists, or the folder of a network that comes with the package, or one
+    with the two files of `user/name` on the hub: `into`, or a folder in the hub's cache.
 
     Raises:
         OSError: the download fails, or `path` is not a hub name: it begins with `runs/`, or `user`
             is a local folder.
     """
-    import huggingface_hub
-
-    repo = path.as_posix()
+    repo, ours = path.as_posix(), list_backbones(pretrained=True)
+    if path.exists():
+        return path
+    if repo in ours:
+        return PRETRAINED / repo
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo)
     if not is_name or path.parts[0] == "runs" or path.parent.exists():
         raise OSError(
             f"there is no {path}: give a run's folder, one of its checkpoints, "
-            f"user/name on the hub, or one of {', '.join(list_backbones(pretrained=True))}."
+            f"user/name on the hub, or one of {', '.join(ours)}."
         )
+    import huggingface_hub
+
     files = [CONFIG_NAME, WEIGHTS_NAME]
     try:
         folder = huggingface_hub.snapshot_download(

@@ -25,7 +25,7 @@ from tread_zoo.runs.checkpoint import (
     has_checkpoints,
 )
 from tread_zoo.runs.metadata import META_NAME
-from tread_zoo.runs.weights import check_finite, named_like
+from tread_zoo.runs.weights import check_finite
 
 _ADDED = "routing."  # weights that are added to a network after it was built
 _MOST_LISTED = 6
@@ -100,7 +100,7 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
         CheckpointError: the weights that must match do not; the error names the settings.
     """
     fresh = backbone.state_dict()
-    saved = named_like(source.tensors(source.meta.get("weights", "ema")), fresh)
+    saved = source.tensors(source.meta.get("weights", "ema"))
     check_finite(saved, source.path)
     _check_body(source, backbone)
     carried = {k: v for k, v in saved.items() if k in fresh and v.shape == fresh[k].shape}

@@ -1,10 +1,7 @@
-"""Conversion of earlier versions' routing, a single set of options, to today's methods.
+"""Conversion of earlier versions' routing, a single set of options, to today's tread or sprint.
 
 rejoin=replace                                     tread
-rejoin=replace reconstruction_weight=0             microdit
-rejoin=replace redraw=true                         random_ltd
 rejoin=project bypassed=… path_drop_probability=…  sprint
-rejoin=mask reconstruction_weight=…                maskdit
 """
 
 from collections.abc import Mapping
@@ -12,14 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-# options without a successor: the value at which the option had no effect
-_GONE = {
-    "carry_from": None,
-    "detach": False,
-    "sparsify": True,
-    "rate_range": None,
-    "per_batch": False,
-}
+_SHARED = ("start", "end", "selector", "selection_rate", "warm_start", "dense_tail", "probability")
+# options that made another method, or whose conversion nobody needed: the value without effect
+_UNUSED = {
+    "routes": [], "schedule": "constant", "redraw": False, "reconstruction_weight": None,
+    "carry_from": None, "detach": False, "sparsify": True, "rate_range": None, "per_batch": False,
+}  # fmt: skip
 # removed options by the beginning of a part's name: the value that every network now has
 _REMOVED: dict[str, dict[str, Any]] = {
     "tread": {"per_batch": False},
@@ -33,61 +28,40 @@ _RENAMED = (
     ("objective", "second_level", "second_level_fraction"),
     ("optimizer", "decayed", "weight_decay_on"),
 )
-_SHARED = ("start", "end", "selector", "warm_start", "dense_tail", "probability")
 
 
 def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
     """Return today's routing method and options for an earlier version's configuration.
 
     Raises:
-        ValueError: no method has this combination of options.
+        ValueError: other options were in use.
     """
-    if "sparsify" not in old or old["name"] == "none":
-        return {"name": old["name"]} if old["name"] == "none" else dict(old)
-    kept = {key: old[key] for key in _SHARED if key in old} | {"selection_rate": _rate(old)}
-    rejoin, weight = old.get("rejoin", "replace"), old.get("reconstruction_weight")
-    routes = [_route(route) for route in old.get("routes", ())]
-    for option, usual in _GONE.items():
-        if any(each.get(option, usual) != usual for each in (old, *old.get("routes", ()))):
-            raise ValueError(f"routing.{option}={old.get(option)} is no option of any method now")
+    if old["name"] == "none":
+        return {"name": "none"}
+    if "sparsify" not in old:  # of today
+        return dict(old)
+    new = {key: old[key] for key in _SHARED if key in old}
+    for option, usual in _UNUSED.items():
+        if old.get(option, usual) != usual:
+            raise ValueError(f"routing.{option}={old[option]} is not converted to today's methods")
+    rejoin = old.get("rejoin", "replace")
+    if rejoin == "replace":
+        return {**new, "name": "tread"}
     if rejoin == "project":
-        kept |= {"name": "sprint", "absent": old.get("bypassed", "dense")}
-        kept |= {"path_drop": old["path_drop_probability"]}
-    elif rejoin == "mask" and weight:
-        kept |= {"name": "maskdit", "reconstruction_weight": weight}
-    elif rejoin == "replace" and weight == 0:
-        kept |= {"name": "microdit"}
-    elif rejoin == "replace" and weight is None and old.get("redraw"):
-        kept |= {"name": "random_ltd"}
-    elif rejoin == "replace" and weight is None:
-        kept |= {"name": "tread", "routes": routes}
-        routes = []
-    else:
-        raise ValueError(
-            f"routing.rejoin={rejoin} with reconstruction_weight={weight} is no method"
-        )
-    if routes:
-        raise ValueError(f"routing.routes is no option of routing={kept['name']}")
-    return kept
+        absent, path_drop = old.get("bypassed", "dense"), old["path_drop_probability"]
+        return {**new, "name": "sprint", "absent": absent, "path_drop": path_drop}
+    raise ValueError(f"routing.rejoin={rejoin} is not converted to today's methods")
 
 
 def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a checkpoint with today's routing methods and names of settings."""
-    config, backbone = metadata.get("config", {}), metadata.get("backbone", {})
+    config, backbone = with_new_names(metadata.get("config", {})), metadata.get("backbone", {})
     _remove_options(backbone.get("config", {}), backbone.get("name", ""))
     if "routing" in config:
         config["routing"] = new_routing(config["routing"])
-    guidance = with_new_names(config).get("guidance", {})
-    ends = {key: guidance.pop(key) for key in ("start", "end", "selector") if key in guidance}
-    if ends:
-        plain = all(value == "auto" for value in ends.values())
-        guidance["routing"] = "auto" if plain else {"name": "tread", **ends}
-    fused, masked = backbone.pop("fusions", ()), backbone.pop("masks", ())
     absent = backbone.pop("bypassed", "dense")
-    if fused or masked:
-        start, end = (fused or masked)[0]
-        own = {"name": "sprint", "absent": absent} if fused else {"name": "maskdit"}
-        backbone["routing"] = {**own, "start": start, "end": end}
+    for start, end in backbone.pop("fusions", ()):
+        backbone["routing"] = {"name": "sprint", "absent": absent, "start": start, "end": end}
     return metadata
 
 
@@ -118,21 +92,7 @@ def _remove_options(options: dict[str, Any], name: str) -> None:
 def new_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors under today's parameter names: `fusions.2_8.weights.0` becomes
     `routing.weights.0`."""
-    return {_key(name): tensor for name, tensor in tensors.items()}
-
-
-def _key(name: str) -> str:
-    owner, _, rest = name.partition(".")
-    return f"routing.{rest.partition('.')[2]}" if owner in ("fusions", "mask_tokens") else name
-
-
-def _rate(old: Mapping[str, Any]) -> Any:
-    schedule, rate = old.get("schedule", "constant"), old["selection_rate"]
-    if schedule == "constant":
-        return rate
-    return [schedule, rate, *(old["rate_steps"] if schedule == "steps" else [old["final_rate"]])]
-
-
-def _route(old: Mapping[str, Any]) -> dict[str, Any]:
-    route = {key: old[key] for key in ("start", "end", "selector") if key in old}
-    return route | ({"selection_rate": _rate(old)} if "selection_rate" in old else {})
+    return {
+        f"routing.{name.split('.', 2)[2]}" if name.startswith("fusions.") else name: tensor
+        for name, tensor in tensors.items()
+    }

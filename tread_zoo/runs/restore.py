@@ -85,18 +85,13 @@ class Restored:
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
     @property
-    def has_data(self) -> bool:
-        """Whether the checkpoint names its training data; an imported one does not."""
-        return "data" in self.checkpoint.meta
-
-    @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes; empty if they only have numbers."""
-        return tuple(self.checkpoint.meta.get("data", {}).get("class_names", ()))
+        return tuple(self.checkpoint.data.get("class_names", ()))
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
         """Return the training data with some options changed; it must match the checkpoint."""
-        if not self.has_data:
+        if not self.checkpoint.data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported and names no data to compare with. Sample "
                 "it with tread-zoo sample."
@@ -111,12 +106,12 @@ class Restored:
         vae: path of the autoencoder, required for an imported network on latents. None: the run's
         autoencoder; `none`: do not decode latents.
         """
-        data = self.checkpoint.meta.get("data", {})
+        data = self.checkpoint.data
         if "codec" in data:
             with as_checkpoint_error(self.checkpoint.path, "does not describe its latents"):
                 return restore_codec(data["codec"], vae or data["decoder"])
         channels = self.backbone.in_channels
-        if not self.has_data and channels not in (1, 3):
+        if not data and channels not in (1, 3):
             return imported_codec(vae or "none", channels)
         if vae is not None:
             raise ValueError(
@@ -132,7 +127,7 @@ class Restored:
         Raises:
             ValueError: the network was not trained on captions, or with another encoder.
         """
-        data = self.checkpoint.meta.get("data", {})
+        data = self.checkpoint.data
         if "text_encoder" not in data:
             raise ValueError(
                 f"{self.checkpoint.path} was not trained on captions (data.text_encoder=…), and "

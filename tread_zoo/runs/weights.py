@@ -1,6 +1,6 @@
 """Weights of checkpoints: read, checked, and loaded into the network that the metadata describe."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from tread_zoo.registry import check_plugins
 from tread_zoo.runs.metadata import CheckpointError, as_checkpoint_error
 from tread_zoo.runs.old_routing import new_keys
 
-# Names that torch.compile, DDP, FSDP and activation checkpointing insert when they wrap a module.
-_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MOST_NAMED = 6
 
 
@@ -45,15 +43,14 @@ def build_network(
 
 
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load the weights of the checkpoint at `path` into a network with the same names (ignoring
-    wrappers) and shapes.
+    """Load the weights of the checkpoint at `path` into a network with the same names and shapes.
 
     Raises:
         CheckpointError: the weights do not fit, or are not finite.
     """
     check_finite(tensors, path)
     try:
-        network.load_state_dict(named_like(tensors, network.state_dict()))
+        network.load_state_dict(tensors)
     except RuntimeError as error:
         differences = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{path} does not fit this backbone: {differences}") from error
@@ -70,19 +67,3 @@ def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
             f"{', '.join(broken[:_MOST_NAMED])}{more}. Use an earlier checkpoint of the run, or "
             "train with a lower learning rate."
         )
-
-
-def unwrapped(name: str) -> str:
-    """Return a parameter's name without wrappers: `blocks.0._orig_mod.norm.weight` becomes
-    `blocks.0.norm.weight`."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def named_like(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors renamed to the entries of `names` that are equal without wrappers."""
-    names = set(names)
-    own = {unwrapped(name): name for name in names}
-    return {
-        name if name in names else own.get(unwrapped(name), unwrapped(name)): tensor
-        for name, tensor in tensors.items()
-    }
