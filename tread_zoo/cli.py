@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def command(
                 saved = "; if a checkpoint was saved, resume=latest continues from it"
                 remedy = saved if name == "train" else ""
                 with errors_in_one_line(traceback, f"stopped by Ctrl-C{remedy}"):
-                    settings = _user_settings(composed)
+                    settings = _user_settings(composed, config)
                     import_plugins(settings.get("plugins", ()))
                     run(settings)
 
@@ -100,7 +100,7 @@ def compose_settings(
     with plain_errors(name, config):
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            settings = _user_settings(compose(name, overrides=[*map(readable, overrides)]))
+            settings = _user_settings(compose(name, overrides=[*map(readable, overrides)]), config)
     import_plugins(settings.get("plugins", ()))
     return settings
 
@@ -124,11 +124,22 @@ def presets(name: str, config: type) -> dict[str, list[str]]:
     return {group: [path.stem for path in (CONFIGS / group).glob("*.yaml")] for group in groups}
 
 
-def _user_settings(composed: DictConfig) -> dict[str, Any]:
-    """Return the settings the user gave, as plain values."""
-    given: Any = OmegaConf.to_container(composed, resolve=True)
-    # "???" is OmegaConf's sign for a missing value
-    return {field: value for field, value in given.items() if value not in ({}, "???")}
+def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
+    """Return the settings the user gave, as plain values. `${…}` may also refer to defaults."""
+    given: Any = OmegaConf.to_container(composed)
+    given = {field: value for field, value in given.items() if value != {}}
+    defaults = OmegaConf.create(default_fields(config))
+    resolved: Any = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True)
+    return _entries_in(resolved, given)
+
+
+def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of nested `values` whose keys are in `fields`."""
+    return {
+        field: _entries_in(values[field], inner) if isinstance(inner, Mapping) else values[field]
+        for field, inner in fields.items()
+        if inner != "???"  # OmegaConf's sign for a missing value
+    }
 
 
 def check_words(words: Sequence[str], config: type) -> None:
