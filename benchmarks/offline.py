@@ -93,7 +93,7 @@ def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[list[Any]]:
             B, C = (torch.zeros(batch, 5, 1, size, dtype=dtype) for _ in range(2))
             D = None if route == "decay" else torch.zeros(768)
             segments = torch.zeros(batch, 5, dtype=torch.int64) if route == "reset" else None
-            yield [u, torch.zeros(batch, 5, 768), torch.zeros(768, size), B, C, D, segments]
+            yield [u, torch.zeros(batch, 5, 768), torch.zeros(768, size), B, C, D, None, segments]
 
 
 def differentiate(run: Any, args: list[Any]) -> None:

@@ -201,6 +201,7 @@ class Op:
         batch, length = (shape or self.shapes[0])[:2]
         values = {
             "segment_ids": make_segments(batch, length) if subset else None,
+            "step_bias": None,
             "gaps": make_gaps(batch, length) if subset else None,
             "positions": make_positions(batch, length, 3 * length) if subset else None,
             "length": 3 * length if subset else length,
@@ -233,7 +234,7 @@ OPS = {
         Op(
             "selective_scan", selective_scan,
             [(2, 9, 4, 3, 2), (2, 1, 4, 3, 1), (3, 7, 6, 1, 3), (1, 17, 8, 4, 1), (2, 43, 4, 5, 2)],
-            ("segment_ids",), (0, 3, 4), 1e-5, bar=((4, 256, 384, 16, 1), 5.0),
+            ("step_bias", "segment_ids"), (0, 3, 4), 1e-5, bar=((4, 256, 384, 16, 1), 5.0),
         ),
         Op(
             "ssd", ssd,

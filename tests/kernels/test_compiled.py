@@ -26,6 +26,12 @@ SHAPES = {  # several blocks of channels or columns, several chunks of steps
 }
 HEADS = [(2, 35, 2, 16, 16), (1, 33, 3, 17, 70), (1, 65, 2, 48, 48), (2, 32, 2, 8, 128),
          (1, 20, 1, 130, 5), (2, 64, 2, 64, 64)]  # fmt: skip
+RECURRENCES = {  # their inputs as the one operator takes them: q, k, v, a, b, beta, log-decay
+    "gated_linear_attention": lambda q, k, v, g: (q, k, v, None, None, None, g),
+    "gated_delta_rule": lambda q, k, v, beta, g: (q, k, v, None, None, beta, g),
+    "kda": lambda q, k, v, beta, g: (q, k, v, None, None, beta, g),
+    "dplr_delta_rule": lambda q, k, v, a, b, g: (q, k, v, a, b, None, g),
+}
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, COMPILERS)), reason="needs a C compiler"
 )
@@ -124,11 +130,13 @@ def test_rows_are_independent_wherever_they_lie_in_memory(op) -> None:
 def test_opcheck(op) -> None:
     inputs, rest = op.inputs(dtype=torch.float32), op.rest(subset=True)
     if op is SCAN:
-        inputs.append(torch.randn(inputs[0].shape[2], requires_grad=True))  # its step bias
-    name = f"{'gated_delta_rule' if op.name == 'kda' else op.name}_compiled"
+        rest = (torch.randn(inputs[0].shape[2], requires_grad=True), *rest[1:])  # its step bias
+    name = f"{op.name}_compiled"
+    if op.name in RECURRENCES:
+        name, inputs = "recurrence", RECURRENCES[op.name](*inputs)
     forward = getattr(torch.ops.tread_zoo, name)
     torch.library.opcheck(forward.default, (*inputs, *rest))
-    values = [x.detach() for x in inputs]
+    values = [x if x is None else x.detach() for x in inputs]
     backward = getattr(torch.ops.tread_zoo, f"{name}_backward").default
     made = forward(*values, *rest)
     made = made if isinstance(made, tuple) else (made,)

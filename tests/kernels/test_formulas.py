@@ -33,7 +33,7 @@ def causal_conv1d(x, weight, bias, ids, silu):
     return y * y.sigmoid() if silu else y
 
 
-def scan(u, delta, A, B, C, D, ids, gaps=None):
+def scan(u, delta, A, B, C, D, bias, ids, gaps=None):
     q, k = (x.repeat_interleave(u.shape[2] // B.shape[2], dim=2) for x in (C, B))
     falls = delta[..., None] * A * (1 if gaps is None else gaps[..., None, None])
     return by_pairs(q, k, (delta * u)[..., None], falls, same_segment(ids))[..., 0] + D * u
@@ -108,7 +108,7 @@ def test_a_scan_decays_over_gaps(form, segments, dtype) -> None:
     shape, ids = (2, 20, 6, 3, 2), make_segments(2, 20) if segments else None
     inputs = SCAN.mixed(shape) if dtype == torch.bfloat16 else SCAN.inputs(shape, dtype)
     gaps = make_gaps(2, 20)
-    truth = run(lambda *args: scan(*args, ids, gaps), leaves(inputs, torch.float64))
+    truth = run(lambda *args: scan(*args, None, ids, gaps), leaves(inputs, torch.float64))
     gaps[:, 0] = torch.tensor([0, -7])
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         ours = run(lambda *args: selective_scan(*args, segment_ids=ids, gaps=gaps), inputs)

@@ -30,8 +30,8 @@ def put(monkeypatch, run, op="selective_scan", **facts):
 
 
 def call(dtype=torch.float32):
-    *args, segments, bias = get_example("selective_scan", CPU, dtype)
-    return selective_scan(*args, bias, segment_ids=segments)
+    *args, segments = get_example("selective_scan", CPU, dtype)
+    return selective_scan(*args, segment_ids=segments)
 
 
 def test_a_form_that_agrees_is_used(monkeypatch):

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+CHUNK = 32  # steps of a chunk of the delta rules and of linear attention at most, a power of 2
+
 
 def at_least_float32(*tensors: Tensor) -> torch.dtype:
     """Return the dtype for sums over tensors: float64 if one of them has it, else float32."""

@@ -5,7 +5,6 @@
 for an argument that is None.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,7 +27,7 @@ def make_operator(
     num_kept: int = 0,
 ) -> Callable[..., Tensor]:
     """Return a function that calls the operator `tread_zoo::name` and returns its first output.
-    Missing arguments are None. The backward pass is `tread_zoo::name_backward`.
+    The backward pass is `tread_zoo::name_backward`.
 
     `torch.library.custom_op` would import the compiler at the first call, which takes 1.6 s.
 
@@ -77,12 +76,10 @@ def make_operator(
     register_flop_formula(run)(lambda *shapes, **_: flops(*shapes)[0])
     register_flop_formula(run_backward)(lambda *shapes, **_: flops(*shapes[1 + num_kept :])[1])
 
-    count = len(inspect.signature(forward).parameters)
-
     def call(*args: Any) -> Tensor:
         if has_tangents(args):  # torch would silently leave them out
             raise RuntimeError(f"{qualified} has no forward-mode derivative")
-        out = run(*args, *[None] * (count - len(args)))  # defaults would be left out of `inputs`
+        out = run(*args)
         return out[0] if isinstance(out, tuple) else out
 
     return call

@@ -4,33 +4,37 @@ Dimensions: B batch, L length, H heads, K keys, V values.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
-from tread_zoo.kernels.dplr_delta_rule.compiled_form import dplr_delta_rule_compiled
 from tread_zoo.kernels.dplr_delta_rule.fused import CHUNK_DPLR, dplr_delta_rule_fla, unsuited
 from tread_zoo.kernels.dplr_delta_rule.naive import dplr_delta_rule_naive
 from tread_zoo.kernels.dplr_delta_rule.torch_form import dplr_delta_rule_torch
-from tread_zoo.kernels.recurrence import RECURRENCE_C
+from tread_zoo.kernels.recurrence import RECURRENCE_C, recurrence
 
 
 def _example(
     normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     q, k, v, a, rate, decay = (normal(batch, length, heads, width) for _ in range(6))
     a, rate = F.normalize(a, dim=-1), rate.sigmoid()
     decay = -torch.exp(4 * decay - 4)  # down to some -1000 a step
     segments = (torch.arange(length) // 9 % 3).expand(batch, -1)
-    return q, k, v, -a, rate * a, decay, segments
+    return q, k, v, -a, rate * a, decay, segments, 1.0
+
+
+def _compiled(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return recurrence(q, k, v, a, b, None, *rest)
 
 
 register(
     "dplr_delta_rule",
     [
-        Implementation("compiled", dplr_delta_rule_compiled, RECURRENCE_C),
+        Implementation("compiled", _compiled, RECURRENCE_C),
         Implementation(
             "fla", dplr_delta_rule_fla, CHUNK_DPLR, unsuited, "16 to 256 keys", tf32=True
         ),

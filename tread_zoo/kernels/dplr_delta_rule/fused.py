@@ -24,8 +24,8 @@ def dplr_delta_rule_fla(
     a: Tensor,
     b: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float = 1.0,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the result of `chunk_dplr_delta_rule`, which fla's RWKV-7 function calls, too."""
     falls = reset(log_decay.float().clamp_min(RESET), segment_ids, RESET)

@@ -16,8 +16,8 @@ def dplr_delta_rule_naive(
     a: Tensor,
     b: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float = 1.0,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the recurrence by its formula; see `tread_zoo.kernels.dplr_delta_rule`."""
     dtype = at_least_float32(v, log_decay)

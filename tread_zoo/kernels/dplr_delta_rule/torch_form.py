@@ -16,7 +16,7 @@ in S at once, so the walk over the chunks has two small products per chunk.
 ⟨·,·⟩ of all pairs is one matrix product of a exp(s - m) and b exp(m - s), with m the sum in the
 middle of the chunk. Two things keep it exact for any decay. Log-decays are clamped at the logarithm
 of the dtype's precision, below which the rest of a state is less than its rounding. And the product
-is in float64, which holds exp(± Q/2 · 16) (for float64 inputs, 36 instead of 16).
+is in float64, which holds exp(± Q/2 · 16) (for float64 inputs, 36 instead of 16) for Q ≤ `CHUNK`.
 Segments are masked, not decayed.
 
 Dimensions: B batch, L length, H heads, K keys, V values, T chunks of Q steps, N = B H. The pairs
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.chunks import (
+    CHUNK,
     at_least_float32,
     cut,
     join,
@@ -38,8 +39,6 @@ from tread_zoo.kernels.chunks import (
     unit_lower_inverse,
     without_autocast,
 )
-
-CHUNK = 32  # steps of a chunk at most; exp(CHUNK / 2 * 36) must be finite in float64
 
 
 def dplr_delta_rule_torch(
@@ -49,8 +48,8 @@ def dplr_delta_rule_torch(
     a: Tensor,
     b: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float = 1.0,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the recurrence; see `tread_zoo.kernels.dplr_delta_rule`."""
     with without_autocast(v.device):

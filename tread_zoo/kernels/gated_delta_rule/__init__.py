@@ -7,13 +7,13 @@ Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
-from tread_zoo.kernels.gated_delta_rule.compiled_form import gated_delta_rule_compiled
 from tread_zoo.kernels.gated_delta_rule.fused import (
     CHUNK_GATED_DELTA_RULE,
     CHUNK_KDA,
@@ -23,22 +23,28 @@ from tread_zoo.kernels.gated_delta_rule.fused import (
 )
 from tread_zoo.kernels.gated_delta_rule.naive import gated_delta_rule_naive
 from tread_zoo.kernels.gated_delta_rule.torch_form import gated_delta_rule_torch
-from tread_zoo.kernels.recurrence import RECURRENCE_C
+from tread_zoo.kernels.recurrence import RECURRENCE_C, recurrence
 
 
 def _example(
     normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     tokens = (batch, length, heads)
     q, k, v, gates = (normal(*tokens, width) for _ in range(4))
     falls, segments = -F.softplus(2 * gates[..., 0]), torch.arange(length) // 9 % 3
     beta = normal(*tokens).sigmoid()
-    return q, F.normalize(k, dim=-1), v, beta, falls, segments.expand(batch, -1)
+    return q, F.normalize(k, dim=-1), v, beta, falls, segments.expand(batch, -1), width**-0.5
 
 
-def _example_by_channel(normal: Callable[..., Tensor], *sizes: int) -> tuple[Tensor | None, ...]:
-    q, k, v, beta, *_ = _example(normal, *sizes)
-    return q, k, v, beta, -F.softplus(2 * normal(*q.shape)), None
+def _example_by_channel(normal: Callable[..., Tensor], *sizes: int) -> tuple[Any, ...]:
+    q, k, v, beta, *_, scale = _example(normal, *sizes)
+    return q, k, v, beta, -F.softplus(2 * normal(*q.shape)), None, scale
+
+
+def _compiled(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, *rest: Any
+) -> Tensor:
+    return recurrence(q, k, v, None, None, beta, log_decay, *rest)
 
 
 for name, fla, example in (
@@ -48,7 +54,7 @@ for name, fla, example in (
     register(
         name,
         [
-            Implementation("compiled", gated_delta_rule_compiled, RECURRENCE_C),
+            Implementation("compiled", _compiled, RECURRENCE_C),
             Implementation("fla", gated_delta_rule_fla, fla, unsuited, LIMITS),
             Implementation("torch", gated_delta_rule_torch),
             Implementation("naive", gated_delta_rule_naive),
@@ -94,5 +100,6 @@ def gated_delta_rule(
         log_decay=(log_decay, "B L H K" if by_channel else "B L H"),
         segment_ids=(segment_ids, "B L"),
     )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     op = "kda" if by_channel else "gated_delta_rule"
     return run(op, q, k, v, beta, log_decay, segment_ids, scale)

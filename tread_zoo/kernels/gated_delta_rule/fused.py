@@ -27,8 +27,8 @@ def gated_delta_rule_fla(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float | None = None,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the result of `chunk_gated_delta_rule` or `chunk_kda`, which have our layout."""
     falls = reset(log_decay.float(), segment_ids, RESET)

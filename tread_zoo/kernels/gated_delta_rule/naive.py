@@ -15,8 +15,8 @@ def gated_delta_rule_naive(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float | None = None,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the rule by its formula, step by step; see `tread_zoo.kernels.gated_delta_rule`.
 
@@ -24,7 +24,6 @@ def gated_delta_rule_naive(
     backward pass quadratic in L.
     """
     dtype = at_least_float32(q)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     decays = reset(log_decay.to(dtype), segment_ids).exp()
     decays = decays.unsqueeze(-1) if decays.ndim == 3 else decays
     writes = beta.to(dtype).unsqueeze(-1)

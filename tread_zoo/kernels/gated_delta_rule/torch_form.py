@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.chunks import (
+    CHUNK,
     at_least_float32,
     cut,
     join,
@@ -29,8 +30,6 @@ from tread_zoo.kernels.chunks import (
     without_autocast,
 )
 
-CHUNK = 32
-
 
 def gated_delta_rule_torch(
     q: Tensor,
@@ -38,12 +37,11 @@ def gated_delta_rule_torch(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float | None = None,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the rule; see `tread_zoo.kernels.gated_delta_rule`."""
     falls = log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype, steps = at_least_float32(q), max(2, power_of_two(q.shape[1], CHUNK))
     inputs = (q, k, v, beta.unsqueeze(-1), reset(falls, segment_ids))
     with without_autocast(q.device):

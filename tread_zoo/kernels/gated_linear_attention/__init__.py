@@ -4,13 +4,13 @@ Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
-from tread_zoo.kernels.gated_linear_attention.compiled_form import gated_linear_attention_compiled
 from tread_zoo.kernels.gated_linear_attention.fused import (
     CHUNK_GLA,
     gated_linear_attention_fla,
@@ -18,21 +18,25 @@ from tread_zoo.kernels.gated_linear_attention.fused import (
 )
 from tread_zoo.kernels.gated_linear_attention.naive import gated_linear_attention_naive
 from tread_zoo.kernels.gated_linear_attention.torch_form import gated_linear_attention_torch
-from tread_zoo.kernels.recurrence import RECURRENCE_C
+from tread_zoo.kernels.recurrence import RECURRENCE_C, recurrence
 
 
 def _example(
     normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     q, k, v, gate = (normal(batch, length, heads, width) for _ in range(4))
     segments = (torch.arange(length) // 9 % 3).expand(batch, -1)
-    return q, k, v, F.logsigmoid(gate), segments
+    return q, k, v, F.logsigmoid(gate), segments, width**-0.5
+
+
+def _compiled(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *rest: Any) -> Tensor:
+    return recurrence(q, k, v, None, None, None, log_decay, *rest)
 
 
 register(
     "gated_linear_attention",
     [
-        Implementation("compiled", gated_linear_attention_compiled, RECURRENCE_C),
+        Implementation("compiled", _compiled, RECURRENCE_C),
         Implementation(
             "fla", gated_linear_attention_fla, CHUNK_GLA, unsuited, "from 16 keys on", tf32=True
         ),
@@ -73,4 +77,5 @@ def gated_linear_attention(
         q=(q, "B L H K"), k=(k, "B L H K"), v=(v, "B L H V"), log_decay=(log_decay, "B L H K"),
         segment_ids=(segment_ids, "B L"),
     )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     return run("gated_linear_attention", q, k, v, log_decay, segment_ids, scale)

@@ -20,14 +20,13 @@ def gated_linear_attention_fla(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float | None = None,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the result of `chunk_gla`, which has our layout."""
     log_decay = reset(log_decay, segment_ids, RESET)
     inputs = {"q": q, "k": k, "v": v, "g": log_decay}
     inputs = {name: value.float().contiguous() for name, value in inputs.items()}
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     return CHUNK_GLA(**inputs, scale=scale)[0].to(v.dtype)
 
 

@@ -14,8 +14,8 @@ def gated_linear_attention_naive(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float | None = None,
+    segment_ids: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Return the attention by its formula; see `tread_zoo.kernels.gated_linear_attention`.
 
@@ -29,5 +29,4 @@ def gated_linear_attention_naive(
     for q_t, k_t, a_t, v_t in zip(*columns, v.to(dtype).unsqueeze(-2).unbind(1), strict=True):
         state = a_t * state + k_t * v_t
         outputs.append((q_t * state).sum(-2))
-    out = torch.stack(outputs, dim=1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return out.to(v.dtype)
+    return (scale * torch.stack(outputs, dim=1)).to(v.dtype)

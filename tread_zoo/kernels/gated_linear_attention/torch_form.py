@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import at_least_float32, cut, join, power_of_two, reset
+from tread_zoo.kernels.chunks import CHUNK, at_least_float32, cut, join, power_of_two, reset
 from tread_zoo.kernels.operators import empty_like, make_operator
+from tread_zoo.kernels.recurrence import linear_attention_flops
 
-CHUNK = 32  # steps of a chunk at most, a power of 2
 BLOCK_VALUES = 2**18  # B·L·H·K values computed at a time on a CPU: these fit in cache
 
 
@@ -42,7 +42,7 @@ def _forward(
     v: Tensor,
     log_decay: Tensor,
     segment_ids: Tensor | None,
-    scale: float | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o [B, L, H, V], W [T, B, H, Q, Q], the states between chunks [T - 1, B, H, K, V]."""
     out, weights, states = _empty(q, k, v, log_decay)
@@ -60,7 +60,6 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and log_decay."""
     q, *_, scale = args
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
     gq, gk, gv, gl = map(empty_like, args[:4])
     with torch.autocast(q.device.type, enabled=False):
         for rows, heads in _blocks(q):
@@ -68,7 +67,7 @@ def _backward(
             between, inside = (x[:, rows, heads].flatten(1, 2) for x in (states, weights))
             arriving = _chunked(grad[rows, :, heads].to(weights.dtype))
             to_q, *others = _gradients(*inputs, inside, between, arriving)
-            for values, whole in zip((to_q * factor, *others), (gq, gk, gv, gl), strict=True):
+            for values, whole in zip((to_q * scale, *others), (gq, gk, gv, gl), strict=True):
                 _join(values, whole[rows, :, heads])
     return gq, gk, gv, gl
 
@@ -173,14 +172,13 @@ def _cut(
     v: Tensor,
     log_decay: Tensor,
     segment_ids: Tensor | None,
-    scale: float | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scaled q, k, v and log-decays for some batch rows and heads, [T, r, Q, F]."""
     dtype = at_least_float32(q, k, v, log_decay)
     queries, keys, values, falls = (x[rows, :, heads].to(dtype) for x in (q, k, v, log_decay))
     falls = reset(falls, None if segment_ids is None else segment_ids[rows])
-    queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return _chunked(queries), _chunked(keys), _chunked(values), _chunked(falls)
+    return _chunked(queries * scale), _chunked(keys), _chunked(values), _chunked(falls)
 
 
 def _chunked(x: Tensor) -> Tensor:
@@ -217,25 +215,12 @@ def _empty(
     return empty_like(v), weights, states
 
 
-def flops(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any
-) -> tuple[int, int]:
-    """Return the FLOPs of the matrix products: the blocks of W, W v, into the states and out of
-    them; and twice as many for the gradients."""
-    (batch, length, heads, width), size = q, v[3]
-    steps = power_of_two(length, CHUNK)
-    rows, num_chunks = batch * heads, -(-length // steps)
-    weights = num_chunks * steps * (steps - 1) * width + 2 * num_chunks * steps * steps * size
-    forward = rows * (weights + 4 * (num_chunks - 1) * steps * width * size)
-    return forward, 2 * forward
-
-
 gated_linear_attention_torch = make_operator(
     "gated_linear_attention",
     _forward,
     _backward,
     empty=_empty,
-    flops=flops,
+    flops=linear_attention_flops,
     num_gradients=4,
     num_kept=2,
 )

@@ -4,6 +4,7 @@ Dimensions: B batch, L length, D channels, N states, G groups.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +22,13 @@ from tread_zoo.kernels.selective_scan.triton_form import MAX_STATES, selective_s
 
 def _example(
     normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     width, size = heads * width, 16
     u, delta = normal(batch, length, width), normal(batch, length, width)
     B, C = (normal(batch, length, heads, size) for _ in range(2))
     A = -torch.arange(1.0, size + 1).expand(width, -1)
     segments = (torch.arange(length) // 9).expand(batch, -1)
-    return u, delta, A, B, C, torch.ones(width), segments, normal(width)
+    return u, delta, A, B, C, torch.ones(width), normal(width), segments
 
 
 def _step_sizes(delta: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,9 +47,9 @@ def _after_softplus(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
         A: Tensor,
         B: Tensor,
         C: Tensor,
-        D: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        step_bias: Tensor | None = None,
+        D: Tensor | None,
+        step_bias: Tensor | None,
+        segment_ids: Tensor | None,
     ) -> Tensor:
         return scan(u, _step_sizes(delta, step_bias), A, B, C, D, segment_ids)
 
@@ -132,9 +133,9 @@ def selective_scan(
     if sizes["D"] % sizes["G"]:
         raise ValueError(f"u has {sizes['D']} channels, which {sizes['G']} groups do not divide.")
     if gaps is None:
-        return run("selective_scan", u, delta, A, B, C, D, segment_ids, step_bias)
+        return run("selective_scan", u, delta, A, B, C, D, step_bias, segment_ids)
     dtype = at_least_float32(u, delta)
     x, steps = u.to(dtype), F.pad(gaps[:, 1:].to(dtype), (1, 0), value=1.0).unsqueeze(-1)
     delta = _step_sizes(delta, step_bias).to(dtype) * steps
-    y = run("selective_scan", x / steps, delta, A, B, C, None, segment_ids)
+    y = run("selective_scan", x / steps, delta, A, B, C, None, None, segment_ids)
     return (y if D is None else y + D.to(dtype) * x).to(u.dtype)

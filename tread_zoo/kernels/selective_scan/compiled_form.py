@@ -81,21 +81,7 @@ def _scan(inputs: tuple[Any, ...], states: Tensor, *results: Tensor | None) -> N
     SCAN_C("scan", *inputs, states, scratch, *results, *sizes)
 
 
-def selective_scan_compiled(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    step_bias: Tensor | None = None,
-) -> Tensor:
-    """Return the scan; see `tread_zoo.kernels.selective_scan`."""
-    return _operator(u, delta, A, B, C, D, step_bias, segment_ids)
-
-
-_operator = make_operator(
+selective_scan_compiled = make_operator(
     "selective_scan_compiled",
     _forward,
     _backward,
