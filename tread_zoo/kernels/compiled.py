@@ -8,12 +8,13 @@ import platform
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-TIMEOUT = 15  # seconds that a compiler may take; it takes less than one
+TIMEOUT = 60  # seconds that a compiler may take; it takes one or two on an idle machine
 RETRY = 3600  # seconds after which a compiler that hung is tried again
 HEADER = Path(__file__).with_name("vectors.h")  # headers that the C files include
 CPU_INFO = Path("/proc/cpuinfo")
@@ -30,7 +31,7 @@ CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # keys of the lines
 
 
 class CompiledSource:
-    """The functions of a C file, whose arguments are tensors, None and numbers.
+    """The functions of a C file; `vectors.h` says how they are called.
 
     The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache), where it is
     called <file>-<sources, flags and CPU>-<checksum>.so. Loading a library runs its code: a folder
@@ -57,21 +58,33 @@ class CompiledSource:
                 self._problem = str(error)
         return self._problem
 
-    def __call__(self, name: str, *args: Tensor | float | None) -> Any:
+    def __call__(self, name: str, *args: bytes | int) -> int:
+        """Return what a function gives for a struct or integers. Builds or loads the library.
+
+        Raises:
+            RuntimeError: there is no library.
+        """
         if (problem := self.problem()) is not None:
             raise RuntimeError(f"{self.source.name}: {problem}")
         function = getattr(self._library, name)
         function.restype = ctypes.c_int64
-        return function(*map(_argument, args))
+        return function(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in args))
 
-    def share(self, name: str, *args: Tensor | float | None, jobs: int, scratch: int) -> None:
-        """Call a function on as many threads as torch has. After the other arguments, each call
-        gets `scratch` floats of its own, its first job and the job after its last."""
+    def share(self, name: str, *fields: Tensor | float | None, jobs: int = 1) -> None:
+        """Call `name(struct of fields, first job, job after the last)` on as many threads as torch
+        has, each with its share of the jobs.
+
+        Raises:
+            RuntimeError: there is no library.
+            MemoryError: a call has no memory for what it computes in between.
+        """
+        given = _pack(fields)
         num = min(torch.get_num_threads(), jobs)
         ends = [jobs * i // num for i in range(num + 1)]
 
         def call(first: int, last: int) -> None:
-            self(name, *args, torch.empty(scratch), first, last)
+            if self(name, given, first, last):
+                raise MemoryError(f"{self.source.name}: no memory is left")
 
         if num == 1:
             call(0, jobs)
@@ -164,16 +177,21 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _argument(value: Tensor | float | None) -> Any:
-    if isinstance(value, int):
-        return ctypes.c_int64(value)
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    if value is None:
-        return None
-    if value.device.type != "cpu" or value.dtype != torch.float32 or not value.is_contiguous():
-        raise ValueError("a compiled form takes contiguous float32 tensors of a CPU.")
-    return ctypes.c_void_p(value.data_ptr())
+def _pack(values: Iterable[Tensor | float | None]) -> bytes:
+    """Return a C struct of pointers (null for None), int64_t and float. Raises ValueError for a
+    tensor whose memory C would misread."""
+    fields: list[tuple[str, float]] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            on_cpu = value.device.type == "cpu" and value.dtype == torch.float32
+            if not (on_cpu and value.is_contiguous()):
+                raise ValueError("a compiled form takes contiguous float32 tensors of a CPU.")
+            fields.append(("P", value.data_ptr()))
+        elif value is None:
+            fields.append(("P", 0))
+        else:
+            fields.append(("q" if isinstance(value, int) else "f", value))
+    return struct.pack("".join(kind for kind, _ in fields), *(value for _, value in fields))
 
 
 def _describe_cpu() -> str:

@@ -11,9 +11,13 @@ states of a chunk from the one before it, with the u that forward kept. There a 
 columns, LANES keys of one column in a vector: what is summed over columns needs no sum of lanes.
 Heads are independent of each other: any split of them gives the same bits.
 
-q, k, a, b: [batch, length, heads, K]. v, u, o: [batch, length, heads, V]. beta: [batch, length,
-heads]. g: as k, or as beta. keep: 0 where a segment begins, else 1, [batch, length] or null.
-states, before every `span` steps but the first: [chunks - 1, batch, heads, K, V]. */
+q, k, a, b: [batch, length, heads, K].
+v, u, o: [batch, length, heads, V].
+beta: [batch, length, heads].
+g: as k (`by_channel`), or as beta.
+keep: 0 where a segment begins, else 1, [batch, length] or null.
+states: those before every `span` steps but the first, [chunks - 1, batch, heads, K, V].
+grads: the gradients of these tensors; all but that of o are written. */
 
 #include "vectors.h"
 
@@ -28,17 +32,16 @@ typedef enum { PLAIN, DELTA, LOW_RANK } Kind;
 
 typedef struct {
     const float *q, *k, *v, *a, *b, *beta, *g, *keep;
-    float *u, *states;
+    float *u, *states, *o;
+    struct {
+        const float *o;
+        float *q, *k, *v, *a, *b, *beta, *g;
+    } grads;
     float scale;
     int64_t batch, length, heads, K, V, span, by_channel;
-    int64_t size;      /* K, filled up to whole vectors */
-    int64_t row, head; /* that are computed */
+    int64_t size;      /* not given: K, filled up to whole vectors */
+    int64_t row, head; /* not given: those that are computed */
 } Rule;
-
-typedef struct {
-    const float *o;
-    float *q, *k, *v, *a, *b, *beta, *g;
-} Gradients;
 
 /* By channel, `size` numbers each: q times the scale, exp(g), …, or the gradients of these. */
 typedef struct {
@@ -54,7 +57,7 @@ static inline Step step_at(float *steps, int64_t i, int64_t size) {
     return (Step){steps, steps + size, steps + 2 * size, steps + 3 * size, steps + 4 * size};
 }
 
-/* The place of a step in a tensor that has one number for each head. */
+/* The index of a step in a tensor that has one number per head. */
 static inline int64_t place(const Rule *r, int64_t t) {
     return (r->row * r->length + t) * r->heads + r->head;
 }
@@ -63,7 +66,7 @@ static inline int begins(const Rule *r, int64_t t) {
     return t == 0 || (r->keep && r->keep[r->row * r->length + t] == 0);
 }
 
-/* The state before a step at which a chunk begins, but the first. */
+/* The kept state before step t, the first of a chunk but not of the sequence. */
 static inline float *state(const Rule *r, int64_t t) {
     int64_t head = r->row * r->heads + r->head;
     return r->states + ((t / r->span - 1) * r->batch * r->heads + head) * r->K * r->V;
@@ -86,11 +89,11 @@ static void prepare(const Rule *r, int64_t t, Step to) {
     }
 }
 
-/* o and u of the columns from `first` on. scratch: two steps, then S. */
-static INLINE void forward_block(const Rule *r, int64_t first, float *scratch, float *o,
-                                 const Kind kind, const int64_t vectors) {
+/* Compute o and u of the columns from `first` on. scratch: two steps, then S. */
+static INLINE void forward_block(const Rule *r, int64_t first, float *scratch, const Kind kind,
+                                 const int64_t vectors) {
     int64_t width = r->V - first;
-    float *S = scratch + 10 * r->size;
+    float *S = scratch + 10 * r->size, *o = r->o;
     Vector x[WIDEST], u[WIDEST], out[WIDEST], next[WIDEST] = {0};
     prepare(r, 0, step_at(scratch, 0, r->size));
     for (int64_t t = 0; t < r->length; t++) {
@@ -132,12 +135,12 @@ static INLINE void forward_block(const Rule *r, int64_t first, float *scratch, f
 
 /* A constant number of vectors lets compilers keep them in registers. */
 #define FORWARD(kind)                                                  \
-    (vectors == 1   ? forward_block(r, first, scratch, o, kind, 1)     \
-     : vectors == 2 ? forward_block(r, first, scratch, o, kind, 2)     \
-     : vectors == 3 ? forward_block(r, first, scratch, o, kind, 3)     \
-                    : forward_block(r, first, scratch, o, kind, WIDEST))
+    (vectors == 1   ? forward_block(r, first, scratch, kind, 1)     \
+     : vectors == 2 ? forward_block(r, first, scratch, kind, 2)     \
+     : vectors == 3 ? forward_block(r, first, scratch, kind, 3)     \
+                    : forward_block(r, first, scratch, kind, WIDEST))
 
-static void forward(const Rule *r, float *scratch, float *o) {
+static void forward(const Rule *r, float *scratch) {
     for (int64_t first = 0; first < r->V; first += WIDEST * LANES) {
         int64_t vectors = vectors_of(r->V - first);
         if (r->a)
@@ -151,7 +154,7 @@ static void forward(const Rule *r, float *scratch, float *o) {
 
 static inline int64_t blocks_of(int64_t V) { return (V + COLUMNS - 1) / COLUMNS; }
 
-/* Numbers of COLUMNS columns, 0 beyond the last of `count`. */
+/* Read COLUMNS numbers, of which `count` exist; the others are 0. */
 static inline void load_columns(float *to, const float *from, int64_t count) {
     if (count >= COLUMNS)
         memcpy(to, from, 4 * COLUMNS);
@@ -160,7 +163,7 @@ static inline void load_columns(float *to, const float *from, int64_t count) {
             to[c] = c < count ? from[c] : 0.0f;
 }
 
-/* The sum of each of COLUMNS vectors, which are lost. */
+/* Write the sum of each of COLUMNS vectors; the vectors are overwritten. */
 static inline void sums(float *to, Vector *v) {
     for (int n = COLUMNS / 2; n > 0; n /= 2)
         for (int c = 0; c < n; c++)
@@ -170,7 +173,7 @@ static inline void sums(float *to, Vector *v) {
     memcpy(to, v, 4 * COLUMNS);
 }
 
-/* A block of S' after a step. */
+/* Write a block of S' after a step. */
 static INLINE void step_again(int64_t size, Step p, const float *x, const float *u,
                               const float *before, float *after, const Kind kind) {
     for (int64_t j = 0; j * LANES < size; j++) {
@@ -184,7 +187,7 @@ static INLINE void step_again(int64_t size, Step p, const float *x, const float 
     }
 }
 
-/* A block of a step back. G is the gradient of S' after the step, without what o adds to it, and
+/* Go one step back in a block. G is the gradient of S' after the step, without what o adds to it, and
 becomes that of S' before the step. gx is written; `grads` is added to. */
 static INLINE void step_back(int64_t size, Step p, Step grads, const float *go, const float *x,
                              const float *u, const float *before, const float *after, float *G,
@@ -233,8 +236,8 @@ static INLINE void step_back(int64_t size, Step p, Step grads, const float *go, 
     }
 }
 
-/* The gradients of a step's inputs, from those of what `prepare` made of them. */
-static void finish(const Rule *r, int64_t t, Step p, Step grads, const Gradients *all) {
+/* Write the gradients of a step's inputs, from the gradients of what `prepare` made of them. */
+static void finish(const Rule *r, int64_t t, Step p, Step grads) {
     int64_t at = place(r, t);
     float beta = r->beta ? r->beta[at] : 1.0f;
     Vector gbeta = {0}, total = {0};
@@ -243,34 +246,34 @@ static void finish(const Rule *r, int64_t t, Step p, Step grads, const Gradients
         Vector decay = get(p.decay, j), k = load(r->k + n, count), ga = get(grads.a, j);
         Vector gk = beta * get(grads.w, j), g = get(grads.decay, j);
         if (r->a) {
-            store(all->a + n, ga, count);
-            store(all->b + n, get(grads.b, j), count);
+            store(r->grads.a + n, ga, count);
+            store(r->grads.b + n, get(grads.b, j), count);
         } else {
             gk -= decay * ga;
             g -= k * ga;
         }
         gbeta += k * get(grads.w, j);
         total += decay * g;
-        store(all->q + n, get(grads.q, j) * r->scale, count);
-        store(all->k + n, gk, count);
+        store(r->grads.q + n, get(grads.q, j) * r->scale, count);
+        store(r->grads.k + n, gk, count);
         if (r->by_channel)
-            store(all->g + n, decay * g, count);
+            store(r->grads.g + n, decay * g, count);
     }
     if (r->beta)
-        all->beta[at] = sum(gbeta);
+        r->grads.beta[at] = sum(gbeta);
     if (!r->by_channel)
-        all->g[at] = sum(total);
+        r->grads.g[at] = sum(total);
 }
 
-/* Memory of the backward pass: G and S0, which is S' before the chunk, [columns, size]; S, which is
-S' after each step, [span, COLUMNS, size]. */
+/* Memory of the backward pass. G and S0: the gradient of S' and S' before the chunk, [columns, size].
+S: S' after each step, [span, COLUMNS, size]. */
 typedef struct {
     float *steps, *grads, *zeros, *G, *S0, *S;
 } Memory;
 
-/* The columns from `first` on of a chunk: their states again, and back. */
+/* Compute the states of a chunk again and go back, in the columns from `first` on. */
 static INLINE void block_back(const Rule *r, const Memory *m, int64_t start, int64_t steps,
-                              int64_t first, const Gradients *all, const Kind kind) {
+                              int64_t first, const Kind kind) {
     const int64_t size = r->size, block = COLUMNS * size, width = r->V - first;
     float *G = m->G + first * size, go[COLUMNS], x[COLUMNS], u[COLUMNS] = {0}, gx[COLUMNS];
     for (int64_t n = 0; n < 2 * steps; n++) {
@@ -288,15 +291,15 @@ static INLINE void block_back(const Rule *r, const Memory *m, int64_t start, int
             step_again(size, p, x, u, before, after, kind);
             continue;
         }
-        load_columns(go, all->o + at, width);
+        load_columns(go, r->grads.o + at, width);
         step_back(size, p, grads, go, x, u, before, after, G, gx, kind);
-        memcpy(all->v + at, gx, 4 * least(COLUMNS, width));
+        memcpy(r->grads.v + at, gx, 4 * least(COLUMNS, width));
         if (fresh)
             memset(G, 0, 4 * block);
     }
 }
 
-static void backward(const Rule *r, float *scratch, const Gradients *all) {
+static void backward(const Rule *r, float *scratch) {
     int64_t block = COLUMNS * r->size, all_blocks = blocks_of(r->V) * block;
     float *zeros = scratch + 10 * r->span * r->size, *G = zeros + block, *S0 = G + all_blocks;
     Memory m = {scratch, scratch + 5 * r->span * r->size, zeros, G, S0, S0 + all_blocks};
@@ -311,39 +314,34 @@ static void backward(const Rule *r, float *scratch, const Gradients *all) {
         memset(m.grads, 0, 4 * 5 * steps * r->size);
         for (int64_t first = 0; first < r->V; first += COLUMNS)
             if (r->a)
-                block_back(r, &m, start, steps, first, all, LOW_RANK);
+                block_back(r, &m, start, steps, first, LOW_RANK);
             else if (r->beta)
-                block_back(r, &m, start, steps, first, all, DELTA);
+                block_back(r, &m, start, steps, first, DELTA);
             else
-                block_back(r, &m, start, steps, first, all, PLAIN);
+                block_back(r, &m, start, steps, first, PLAIN);
         for (int64_t i = 0; i < steps; i++)
-            finish(r, start + i, step_at(m.steps, i, r->size), step_at(m.grads, i, r->size), all);
+            finish(r, start + i, step_at(m.steps, i, r->size), step_at(m.grads, i, r->size));
     }
 }
 
-/* Floats of scratch for forward and for backward. */
-int64_t recurrence_scratch(int64_t K, int64_t V, int64_t span) {
-    int64_t size = vectors_of(K) * LANES, ahead = 10 * size + K * WIDEST * LANES;
-    int64_t back = 10 * span * size + (1 + 2 * blocks_of(V) + span) * COLUMNS * size;
-    return (ahead > back ? ahead : back) + LANES;
-}
-
-/* o and u, or where o is null the gradients, of the heads [begin, end) of batch * heads. */
-void recurrence(const float *q, const float *k, const float *v, const float *a, const float *b,
-                const float *beta, const float *g, const float *keep, float *u, float *states,
-                float *o, const float *go, float *gq, float *gk, float *gv, float *ga, float *gb,
-                float *gbeta, float *gg, float scale, int64_t batch, int64_t length, int64_t heads,
-                int64_t K, int64_t V, int64_t span, int64_t by_channel, float *scratch,
-                int64_t begin, int64_t end) {
-    Rule r = {q, k, v, a, b, beta, g, keep, u, states, scale, batch, length, heads, K, V, span,
-              by_channel, vectors_of(K) * LANES, 0, 0};
-    Gradients all = {go, gq, gk, gv, ga, gb, gbeta, gg};
+/* Compute o and u, or where o is null the gradients. A job is a head of a row. */
+int64_t recurrence(const void *given, int64_t begin, int64_t end) {
+    Rule r;
+    memcpy(&r, given, offsetof(Rule, size));
+    r.size = vectors_of(r.K) * LANES;
+    int64_t ahead = 10 * r.size + r.K * WIDEST * LANES;
+    int64_t back = (10 * r.span + (1 + 2 * blocks_of(r.V) + r.span) * COLUMNS) * r.size;
+    float *scratch = (float *)allocate(vectors_of(r.o ? ahead : back));
+    if (!scratch)
+        return 1;
     for (int64_t i = begin; i < end; i++) {
-        r.row = i / heads;
-        r.head = i % heads;
-        if (o)
-            forward(&r, (float *)aligned(scratch), o);
+        r.row = i / r.heads;
+        r.head = i % r.heads;
+        if (r.o)
+            forward(&r, scratch);
         else
-            backward(&r, (float *)aligned(scratch), &all);
+            backward(&r, scratch);
     }
+    free(scratch);
+    return 0;
 }

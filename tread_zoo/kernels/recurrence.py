@@ -70,10 +70,7 @@ def _run(inputs: Any, segment_ids: Tensor | None, scale: float, *memory: Tensor 
     (batch, length, heads, size), width = inputs[1].shape, inputs[2].shape[3]
     keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
     sizes = batch, length, heads, size, width, SPAN, int(inputs[6].ndim == 4)
-    scratch = RECURRENCE_C("recurrence_scratch", size, width, SPAN)
-    RECURRENCE_C.share(
-        "recurrence", *inputs, keep, *memory, scale, *sizes, jobs=batch * heads, scratch=scratch
-    )
+    RECURRENCE_C.share("recurrence", *inputs, keep, *memory, scale, *sizes, jobs=batch * heads)
 
 
 def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[int, int]:

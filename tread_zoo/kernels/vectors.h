@@ -1,6 +1,13 @@
-/* What the C forms share: vectors of as many float32 numbers as the CPU has lanes. */
+/* What the C forms share: vectors of as many float32 numbers as the CPU has lanes.
 
+Each C file has one function for Python: int64_t name(const void *given, int64_t begin, int64_t end).
+It computes the jobs [begin, end) of a call. `given` has the fields of the file's first struct in
+their order; a tensor that the call does not need is null. It returns 0, or 1 if memory is lacking.
+*/
+
+#include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
@@ -34,9 +41,9 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* The number of vectors that `count` numbers take. */
 static inline int64_t vectors_of(int64_t count) { return (count + LANES - 1) / LANES; }
 
-/* The first place in `scratch` at a multiple of a vector's size, LANES - 1 numbers later at most. */
-static inline Vector *aligned(float *scratch) {
-    return (Vector *)(scratch + -((uintptr_t)scratch / 4) % LANES);
+/* Memory for `count` vectors, or null. */
+static inline Vector *allocate(int64_t count) {
+    return aligned_alloc(sizeof(Vector), count * sizeof(Vector));
 }
 
 /* `count` numbers, LANES at most, and zeros behind them. */

@@ -47,7 +47,7 @@ def _run(inputs: tuple[Tensor | None, ...], *memory: Tensor | None) -> None:
     given = [None if x is None else x.float().contiguous() for x in inputs]
     batch, length, channels = memory[0].shape  # type: ignore[union-attr]
     jobs = batch * -(-channels // CHANNELS)
-    WKV_C.share("wkv", *given, *memory, length, channels, jobs=jobs, scratch=length * CHANNELS)
+    WKV_C.share("wkv", *given, *memory, length, channels, jobs=jobs)
 
 
 def _empty(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

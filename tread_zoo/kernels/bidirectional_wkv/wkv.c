@@ -1,12 +1,13 @@
-/* The bidirectional WKV on a CPU; `compiled_form.py` builds and calls it and has the maths.
+/* The bidirectional WKV on a CPU; `compiled_form.py` calls it, `triton_form.py` has the maths.
 
 A block is some channels in one row of the batch. It walks through time in one direction and then in
 the other, with the sums of what it has passed in registers: the first walk writes what comes from
 its side, the second adds the other side and the token itself. Blocks are independent of each other.
 
-k, v, o, l and gradients: [batch, length, channels], l is log Σ_i of the weights of a token's mean.
-w, by a step, and u: [channels]. places: ascending positions [batch, length], or null. gw, gu:
-[batch, channels], written. */
+k, v, o, l: [batch, length, channels]. l is the logarithm of the sum of the weights of a token's mean.
+w, u: [channels], w for one step.
+places: ascending positions [batch, length], or null.
+go, gk, gv, gw, gu: gradients; gw and gu are [batch, channels]. All but go are written. */
 
 #include "../vectors.h"
 
@@ -16,17 +17,20 @@ w, by a step, and u: [channels]. places: ascending positions [batch, length], or
 #define SUMS 4
 
 typedef struct {
-    const float *k, *v, *w, *u, *places, *go;
-    float *o, *l, *gk, *gv, *gw, *gu;
+    const float *k, *v, *w, *u, *places;
+    float *o, *l;
+    const float *go;
+    float *gk, *gv, *gw, *gu;
     int64_t length, channels;
 } Mean;
 
-/* What was passed: Σ exp(log-weight - m) of some values, as seen from the next token. */
+/* The tokens that the walk has passed: m, their largest log-weight as seen from the next token, and
+sums of their values times exp(log-weight - m). */
 typedef struct {
     Vector m[VECTORS], sums[SUMS][VECTORS];
 } State;
 
-/* A walk of the block of a row: `way` is 1 or -1. */
+/* A walk through a block of a row, in the direction `way`, 1 or -1. */
 typedef struct {
     int64_t row, first, count, way;
 } Walk;
@@ -43,8 +47,9 @@ static inline float gap_after(const Mean *mean, Walk walk, int64_t i) {
     return walk.way * (places[step_of(mean, walk, i + 1)] - places[step_of(mean, walk, i)]);
 }
 
-/* Let the log-weight m fall and take in one of `key`: the factors of the sums so far and of it.
-What rounding takes from m is given to the sums, so that it does not grow from step to step. */
+/* Lower the log-weight m by `fall` and add a token of log-weight `key`. `old` and `fresh` are the
+factors of the sums so far and of the token. The rounding error of m goes into `old`, so that errors
+do not add up from step to step. */
 static inline void take_in(Vector *m, Vector fall, Vector key, Vector *old, Vector *fresh) {
     const Vector one = (Vector){0} + 1.0f;
     Vector fallen = *m - fall, ahead = fallen - key, small = exp_of(minus_abs(ahead));
@@ -54,7 +59,7 @@ static inline void take_in(Vector *m, Vector fall, Vector key, Vector *old, Vect
     *m = choose(stays, fallen, key);
 }
 
-/* The first walk leaves its state before each step in o, l and `counts`. */
+/* Write o and l. The first walk leaves its state before each step in o, l and `counts`. */
 static void average(const Mean *mean, Walk walk, float *counts) {
     State s = {0};
     for (int64_t v = 0; v < VECTORS; v++)
@@ -89,7 +94,8 @@ static void average(const Mean *mean, Walk walk, float *counts) {
     }
 }
 
-/* The sums are of go, go o, and both times the distance less 1, over the tokens that were passed. */
+/* Write the gradients. The sums over the passed tokens are of go, go o, and both times the distance
+less 1. */
 static void differentiate(const Mean *mean, Walk walk) {
     State s = {0};
     Vector gw[VECTORS] = {0}, gu[VECTORS] = {0};
@@ -139,19 +145,23 @@ static void differentiate(const Mean *mean, Walk walk) {
     }
 }
 
-/* o and l, or the gradients where gk is not null, of the blocks [begin, end) of all rows. */
-void wkv(const float *k, const float *v, const float *w, const float *u, const float *places,
-         float *o, float *l, const float *go, float *gk, float *gv, float *gw, float *gu,
-         int64_t length, int64_t channels, float *scratch, int64_t begin, int64_t end) {
-    Mean mean = {k, v, w, u, places, go, o, l, gk, gv, gw, gu, length, channels};
-    int64_t blocks = (channels + CHANNELS - 1) / CHANNELS;
+/* Compute o and l, or the gradients where gk is not null. A job is a block of a row. */
+int64_t wkv(const void *given, int64_t begin, int64_t end) {
+    Mean mean;
+    memcpy(&mean, given, sizeof mean);
+    int64_t blocks = (mean.channels + CHANNELS - 1) / CHANNELS;
+    float *counts = (float *)allocate(mean.length * VECTORS);
+    if (!counts)
+        return 1;
     for (int64_t i = begin; i < end; i++)
         for (int64_t way = -1; way <= 1; way += 2) {
             int64_t first = i % blocks * CHANNELS;
-            Walk walk = {i / blocks, first, least(CHANNELS, channels - first), way};
-            if (gk)
+            Walk walk = {i / blocks, first, least(CHANNELS, mean.channels - first), way};
+            if (mean.gk)
                 differentiate(&mean, walk);
             else
-                average(&mean, walk, scratch);
+                average(&mean, walk, counts);
         }
+    free(counts);
+    return 0;
 }

@@ -70,7 +70,7 @@ def _run(
     given = [None if each is None else each.float().contiguous() for each in inputs]
     jobs = batch * -(-width // CHANNELS)
     sizes = length, width, taps, int(silu)
-    CONVOLUTION_C.share("convolution", *given, *memory, *sizes, jobs=jobs, scratch=0)
+    CONVOLUTION_C.share("convolution", *given, *memory, *sizes, jobs=jobs)
 
 
 def _same(segment_ids: Tensor, taps: int) -> Tensor:

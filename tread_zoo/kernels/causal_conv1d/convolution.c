@@ -1,11 +1,15 @@
-/* A depthwise causal convolution on a CPU, and SiLU; `compiled_form.py` builds and calls it.
+/* A depthwise causal convolution with SiLU on a CPU; `compiled_form.py` calls it.
 
 A block is some channels in one row of the batch. Backward computes the sums again. Blocks are
 independent of each other: any split of them gives the same bits.
 
-x, y and their gradients: [batch, length, channels]. w: [taps, channels], that of the present first.
-bias: [channels] or null. same: 1 where the token so many steps back is in the same segment, else 0,
-[batch, length, taps] or null. gw: [batch, taps, channels], gbias: [batch, channels], written. */
+x, y: [batch, length, channels].
+w: [taps, channels], the tap of the present step first.
+bias: [channels] or null.
+same: 1 where the token so many steps back is in the same segment, else 0, [batch, length, taps] or
+null.
+gy, gx, gw, gbias: gradients; gw is [batch, taps, channels], gbias [batch, channels]. All but gy are
+written. */
 
 #include "../vectors.h"
 
@@ -13,17 +17,19 @@ bias: [channels] or null. same: 1 where the token so many steps back is in the s
 #define VECTORS (CHANNELS / LANES)
 
 typedef struct {
-    const float *x, *w, *bias, *same, *gy;
-    float *y, *gx, *gw, *gbias;
-    int64_t length, channels, silu;
+    const float *x, *w, *bias, *same;
+    float *y;
+    const float *gy;
+    float *gx, *gw, *gbias;
+    int64_t length, channels, taps, silu;
 } Convolution;
 
-/* What a tap is multiplied by, `back` steps back from token t. */
+/* The factor of the tap `back` steps before a token: 0 in another segment. */
 static inline float reach(const Convolution *c, int64_t token, int64_t taps, int64_t back) {
     return c->same ? c->same[token * taps + back] : 1.0f;
 }
 
-/* y, or where it is null the gradients, of the channels from `first` on. */
+/* Compute y, or where it is null the gradients, of the channels from `first` on. */
 static INLINE void convolve(const Convolution *c, int64_t row, int64_t first, const int64_t taps) {
     int64_t width = least(CHANNELS, c->channels - first);
     Vector gbias[VECTORS] = {0};
@@ -58,19 +64,17 @@ static INLINE void convolve(const Convolution *c, int64_t row, int64_t first, co
         store(c->gbias + row * c->channels + first + v * LANES, gbias[v], width - v * LANES);
 }
 
-/* y, or where it is null the gradients, of the blocks [begin, end) of all rows. */
-void convolution(const float *x, const float *w, const float *bias, const float *same, float *y,
-                 const float *gy, float *gx, float *gw, float *gbias, int64_t length,
-                 int64_t channels, int64_t taps, int64_t silu, float *scratch, int64_t begin,
-                 int64_t end) {
-    Convolution c = {x, w, bias, same, gy, y, gx, gw, gbias, length, channels, silu};
-    int64_t blocks = (channels + CHANNELS - 1) / CHANNELS;
-    (void)scratch;
+/* A job is a block of a row. */
+int64_t convolution(const void *given, int64_t begin, int64_t end) {
+    Convolution c;
+    memcpy(&c, given, sizeof c);
+    int64_t blocks = (c.channels + CHANNELS - 1) / CHANNELS;
     for (int64_t i = begin; i < end; i++) {
         int64_t row = i / blocks, first = i % blocks * CHANNELS;
-        if (taps == 4) /* a constant is unrolled */
+        if (c.taps == 4) /* a constant is unrolled */
             convolve(&c, row, first, 4);
         else
-            convolve(&c, row, first, taps);
+            convolve(&c, row, first, c.taps);
     }
+    return 0;
 }

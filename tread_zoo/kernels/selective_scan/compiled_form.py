@@ -76,9 +76,7 @@ def _prepare(
 def _scan(inputs: tuple[Any, ...], states: Tensor, *results: Tensor | None) -> None:
     (batch, length, _), (groups, size, channels) = inputs[0].shape, inputs[2].shape
     span = -(-length // num_chunks(length))
-    scratch = states.new_empty(SCAN_C("scan_scratch", size, span))
-    sizes = batch, length, groups, size, channels, span
-    SCAN_C("scan", *inputs, states, scratch, *results, *sizes)
+    SCAN_C.share("scan", *inputs, states, *results, batch, length, groups, size, channels, span)
 
 
 selective_scan_compiled = make_operator(

@@ -1,14 +1,17 @@
-/* The selective scan on one thread of a CPU; `compiled_form.py` builds and calls it and has the maths.
+/* The selective scan on one thread of a CPU; `compiled_form.py` calls it, `torch_form.py` has the
+maths.
 
 A block is some channels of one group in one row of the batch. It walks through time with its states
 [N, CHANNELS] in the cache, a vector of LANES channels at a time; channels beyond the last are zero.
 Nothing depends on where a tensor lies in memory, so the same input gives the same bits.
 
-u, delta, y: [batch, length, groups * width]. rates, A / ln 2: [groups, size, width].
-B, C: [batch, length, groups, size]. D, bias: [groups * width] or null; with a bias, the step sizes
-are softplus(delta + bias), and its gradient is that of the sum over tokens. keep: 0 where a segment begins,
-else 1, [batch, length] or null. states, before every `span` steps but the first:
-[chunks - 1, batch, groups, size, width]. scratch: the number of floats is `scan_scratch`. */
+u, delta, y: [batch, length, groups * width].
+rates: A / ln 2, [groups, size, width].
+B, C: [batch, length, groups, size].
+D, bias: [groups * width] or null. With a bias, the step sizes are softplus(delta + bias).
+keep: 0 where a segment begins, else 1, [batch, length] or null.
+states: those before every `span` steps but the first, [chunks - 1, batch, groups, size, width].
+grads: the gradients of these tensors; all but that of y are written, or added to. */
 
 #include "../vectors.h"
 
@@ -17,9 +20,13 @@ else 1, [batch, length] or null. states, before every `span` steps but the first
 
 typedef struct {
     const float *u, *delta, *rates, *B, *C, *D, *bias, *keep;
-    float *states;
-    Vector *scratch;
+    float *states, *y;
+    struct {
+        const float *y;
+        float *u, *delta, *A, *B, *C, *D, *bias;
+    } grads;
     int64_t batch, length, groups, size, width, span;
+    Vector *scratch; /* not given */
 } Scan;
 
 /* A block: its row, group, first channel, number of channels and of vectors. */
@@ -58,7 +65,7 @@ static inline int64_t rate(const Scan *s, Block k, int64_t n) {
     return (k.group * s->size + n) * s->width + k.first;
 }
 
-/* The state after step t, of the one before it; the decays too, unless null. */
+/* Write the state after step t, and the decays unless they are null. */
 static inline void step(const Scan *s, Block k, int64_t t, const Vector *rates, const Vector *delta,
                         const Vector *x, const Vector *before, Vector *after, Vector *decays) {
     const float *B = s->B + vector(s, k, t), keep = s->keep ? s->keep[token(s, k, t)] : 1.0f;
@@ -72,7 +79,7 @@ static inline void step(const Scan *s, Block k, int64_t t, const Vector *rates, 
         }
 }
 
-/* The step sizes of step t; their derivatives by delta too, unless null. */
+/* Write the step sizes of step t, and their derivatives by delta unless `slope` is null. */
 static inline void step_sizes(const Scan *s, Block k, int64_t t, Vector *delta, Vector *slope) {
     load_all(delta, s->delta + channel(s, k, t), k);
     for (int64_t v = 0; s->bias && v < k.vectors; v++) {
@@ -85,7 +92,7 @@ static inline void step_sizes(const Scan *s, Block k, int64_t t, Vector *delta, 
     }
 }
 
-static void forward(const Scan *s, Block k, float *y) {
+static void forward(const Scan *s, Block k) {
     Vector u[VECTORS], delta[VECTORS], x[VECTORS], D[VECTORS] = {0}, out[VECTORS];
     Vector *h = s->scratch, *rates = h + s->size * VECTORS;
     memset(h, 0, s->size * k.vectors * sizeof *h);
@@ -108,25 +115,19 @@ static void forward(const Scan *s, Block k, float *y) {
         for (int64_t n = 0; n < s->size; n++)
             for (int64_t v = 0; v < k.vectors; v++)
                 out[v] += C[n] * h[n * k.vectors + v];
-        store_all(y + channel(s, k, t), out, k);
+        store_all(s->y + channel(s, k, t), out, k);
     }
 }
 
-typedef struct {
-    const float *y;
-    float *u, *delta, *A, *B, *C, *D, *bias;
-} Gradients;
-
-/* One step backwards: `carry` is a_{t+1} g_{t+1}, and is left as a_t g_t. */
-static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
-                      const Vector *rates, const Vector *delta, const Vector *slope,
-                      const Vector *decays, const Vector *before, const Vector *after,
-                      Vector *carry, Vector *gA, Vector *gD, Vector *gbias) {
+/* Go one step back. `carry` is a_{t+1} g_{t+1} before and a_t g_t after it. */
+static void step_back(const Scan *s, Block k, int64_t t, const Vector *rates, const Vector *delta,
+                      const Vector *slope, const Vector *decays, const Vector *before,
+                      const Vector *after, Vector *carry, Vector *gA, Vector *gD, Vector *gbias) {
     Vector u[VECTORS], x[VECTORS], gy[VECTORS];
     Vector gx[VECTORS], gdelta[VECTORS], D[VECTORS] = {0};
     int64_t here = channel(s, k, t), at = vector(s, k, t);
     load_all(u, s->u + here, k);
-    load_all(gy, grads->y + here, k);
+    load_all(gy, s->grads.y + here, k);
     if (s->D)
         load_all(D, s->D + k.group * s->width + k.first, k);
     for (int64_t v = 0; v < k.vectors; v++) {
@@ -148,8 +149,8 @@ static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
             gA[i] += delta[v] * q;
             gdelta[v] += rates[i] * q;
         }
-        grads->B[at + n] += sum(gB);
-        grads->C[at + n] += sum(gC);
+        s->grads.B[at + n] += sum(gB);
+        s->grads.C[at + n] += sum(gC);
     }
     for (int64_t v = 0; v < k.vectors; v++) {
         gdelta[v] = LN_2 * gdelta[v] + u[v] * gx[v];
@@ -157,11 +158,11 @@ static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
             gbias[v] += gdelta[v] *= slope[v];
         gx[v] = delta[v] * gx[v] + D[v] * gy[v];
     }
-    store_all(grads->delta + here, gdelta, k);
-    store_all(grads->u + here, gx, k);
+    store_all(s->grads.delta + here, gdelta, k);
+    store_all(s->grads.u + here, gx, k);
 }
 
-static void backward(const Scan *s, Block k, const Gradients *grads) {
+static void backward(const Scan *s, Block k) {
     Vector u[VECTORS], x[VECTORS], gD[VECTORS] = {0}, gbias[VECTORS] = {0};
     int64_t block = s->size * k.vectors, chunks = (s->length + s->span - 1) / s->span;
     Vector *carry = s->scratch, *gA = carry + block, *rates = gA + block;
@@ -185,43 +186,40 @@ static void backward(const Scan *s, Block k, const Gradients *grads) {
                  decays + i * block);
         }
         for (int64_t i = steps - 1; i >= 0; i--)
-            step_back(s, k, start + i, grads, rates, deltas + i * k.vectors,
-                      slopes + i * k.vectors, decays + i * block, h + i * block,
-                      h + (i + 1) * block, carry, gA, gD, gbias);
+            step_back(s, k, start + i, rates, deltas + i * k.vectors, slopes + i * k.vectors,
+                      decays + i * block, h + i * block, h + (i + 1) * block, carry, gA, gD, gbias);
     }
     for (int64_t v = 0; v < k.vectors; v++) {
         int64_t p = v * LANES, count = k.channels - p;
         for (int64_t n = 0; n < s->size; n++) {
-            float *to = grads->A + rate(s, k, n) + p;
+            float *to = s->grads.A + rate(s, k, n) + p;
             store(to, load(to, count) + gA[n * k.vectors + v], count);
         }
         int64_t at = k.group * s->width + k.first + p;
-        store(grads->D + at, load(grads->D + at, count) + gD[v], count);
-        store(grads->bias + at, load(grads->bias + at, count) + gbias[v], count);
+        store(s->grads.D + at, load(s->grads.D + at, count) + gD[v], count);
+        store(s->grads.bias + at, load(s->grads.bias + at, count) + gbias[v], count);
     }
 }
 
-int64_t scan_scratch(int64_t size, int64_t span) {
-    return CHANNELS * (size * (2 * span + 4) + 2 * span) + LANES;
-}
-
-/* y, or where it is null the gradients: those of A, B, C, D and bias are added to what is there. */
-void scan(const float *u, const float *delta, const float *rates, const float *B, const float *C,
-          const float *D, const float *bias, const float *keep, float *states, float *scratch,
-          float *y, const float *gy, float *gu, float *gdelta, float *gA, float *gB, float *gC,
-          float *gD, float *gbias, int64_t batch, int64_t length, int64_t groups, int64_t size,
-          int64_t width, int64_t span) {
-    Scan s = {u, delta, rates, B, C, D, bias, keep, states, aligned(scratch), batch, length, groups,
-              size, width, span};
-    Gradients grads = {gy, gu, gdelta, gA, gB, gC, gD, gbias};
-    for (int64_t row = 0; row < batch; row++)
-        for (int64_t group = 0; group < groups; group++)
-            for (int64_t first = 0; first < width; first += CHANNELS) {
-                int64_t channels = least(CHANNELS, width - first);
+/* Compute y, or where it is null the gradients. Those of A, B, C, D and bias are added to what is
+there: the blocks share these sums, so a scan is one job. */
+int64_t scan(const void *given, int64_t begin, int64_t end) {
+    Scan s;
+    (void)begin, (void)end;
+    memcpy(&s, given, offsetof(Scan, scratch));
+    s.scratch = allocate(VECTORS * (s.size * (2 * s.span + 4) + 2 * s.span));
+    if (!s.scratch)
+        return 1;
+    for (int64_t row = 0; row < s.batch; row++)
+        for (int64_t group = 0; group < s.groups; group++)
+            for (int64_t first = 0; first < s.width; first += CHANNELS) {
+                int64_t channels = least(CHANNELS, s.width - first);
                 Block k = {row, group, first, channels, vectors_of(channels)};
-                if (y)
-                    forward(&s, k, y);
+                if (s.y)
+                    forward(&s, k);
                 else
-                    backward(&s, k, &grads);
+                    backward(&s, k);
             }
+    free(s.scratch);
+    return 0;
 }
