@@ -182,7 +182,7 @@ def get_example(
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int, int, int] = (2, 71, 2, 32),
 ) -> list[Any]:
-    """Return the arguments of the operation's example, in the dtypes of a run in a precision.
+    """Return the arguments of the operation's example as a run in the precision `dtype` gives them.
     `sizes` are batch, length, heads and width of a head."""
     generator = torch.Generator().manual_seed(0)
 
@@ -251,8 +251,10 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
         reason = each.refuses(*args)
         if reason is None:
             return each
-        if each.needs is not None and not compiling:
-            _log_once(op, f"{each.name} not used: {reason}")
+        message = f"{op}: {each.name} not used: {reason}"
+        if each.needs is not None and not compiling and message not in OPERATIONS[op].logged:
+            OPERATIONS[op].logged.add(message)
+            logger.info(message)
     raise AssertionError(f"{op} has no form that takes every call")
 
 
@@ -309,32 +311,18 @@ def describe(
 
 
 def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the forms that "auto" takes on a device, those with limits first, and the reasons
+    against earlier ones."""
     if OPERATIONS[op].choice != AUTO:
         return f"{OPERATIONS[op].choice} (set by hand)"
-    return _first(op, device.type, lambda each: unusable(op, each, device, dtype), limits=True)
-
-
-def _first(
-    op: str, kind: str, reason: Callable[[Implementation], str | None], limits: bool = False
-) -> str:
-    """Return the first implementation for a kind of device without a reason against it, and the
-    reasons against earlier ones. With `limits`, a form with limits is named, and the search goes
-    on."""
     limited, reasons = "", []
     for each in OPERATIONS[op].implementations:
-        if each.needs is not None and each.needs.device == "cpu" != kind:
+        if each.needs is not None and each.needs.device == "cpu" != device.type:
             continue  # a form for CPUs needs no mention on a GPU
-        if (why := reason(each)) is not None:
+        if (why := unusable(op, each, device, dtype)) is not None:
             reasons.append(f"{each.name} not used: {why}")
-        elif limits and each.limits:
+        elif each.limits:
             limited += f"{each.name} {each.limits}, else "
         else:
             return limited + each.name + (f" ({'; '.join(reasons)})" if reasons else "")
     raise AssertionError(f"{op} has no form that takes every call")
-
-
-def _log_once(op: str, message: str) -> None:
-    logged = OPERATIONS[op].logged
-    if message not in logged:
-        logged.add(message)
-        logger.info("%s: %s", op, message)

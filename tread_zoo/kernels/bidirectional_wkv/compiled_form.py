@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.bidirectional_wkv.torch_form import flops
+from tread_zoo.kernels.bidirectional_wkv.torch_form import flops, outputs_like
 from tread_zoo.kernels.compiled import CompiledSource
-from tread_zoo.kernels.operators import empty_like, make_operator
+from tread_zoo.kernels.operators import make_operator
 
 CHANNELS = 64  # of a block, as in wkv.c
 WKV_C = CompiledSource(Path(__file__).with_name("wkv.c"))
@@ -50,15 +50,11 @@ def _run(inputs: tuple[Tensor | None, ...], *memory: Tensor | None) -> None:
     WKV_C.share("wkv", *given, *memory, length, channels, jobs=jobs)
 
 
-def _empty(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
-
-
 bidirectional_wkv_compiled = make_operator(
     "bidirectional_wkv_compiled",
     _forward,
     _backward,
-    empty=_empty,
+    empty=outputs_like,
     flops=flops,
     num_gradients=4,
     num_kept=2,

@@ -77,9 +77,15 @@ def _backward(
 
 
 def flops(k: tuple[int, ...], *args: Any) -> tuple[int, int]:
-    """54 B L C: 21 a direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for r, f, N, D and N / D. And
-    94: the 54 again, 15 a direction (c g 2, G 4, q and ∂s 5, in 4), 10 for g, ∂k, ∂u."""
+    """Return 54 B L C: 21 per direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for r, f, N, D and
+    N / D. Backward 94 B L C: the 54 again, 15 per direction (c g 2, G 4, q and ∂s 5, in 4), 10 for
+    g, ∂k and ∂u."""
     return 54 * math.prod(k), 94 * math.prod(k)
+
+
+def outputs_like(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return uninitialised outputs of a form that keeps ℓ: out, and ℓ in float32, [B, L, C]."""
+    return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
 
 
 class _Inputs(NamedTuple):

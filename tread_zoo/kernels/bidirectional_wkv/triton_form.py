@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.bidirectional_wkv.torch_form import flops
+from tread_zoo.kernels.bidirectional_wkv.torch_form import flops, outputs_like
 from tread_zoo.kernels.launch import launch
-from tread_zoo.kernels.operators import empty_like, make_operator
+from tread_zoo.kernels.operators import make_operator
 
 KERNELS = "tread_zoo.kernels.bidirectional_wkv.triton_kernels"
 CHUNK = 16  # steps of a program. More fill its registers; with fewer it has more chunks to merge
@@ -91,16 +91,12 @@ def _launch(kernel: str, k: Tensor, length: int, *tensors: Tensor | None) -> Non
     launch(KERNELS, kernel, k.device, grid, *tensors, *sizes, **options)
 
 
-def _empty(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
-
-
 # FLOPs belong to the operation: they do not depend on the form that runs.
 bidirectional_wkv_triton = make_operator(
     "bidirectional_wkv_triton",
     _forward,
     _backward,
-    empty=_empty,
+    empty=outputs_like,
     flops=flops,
     num_gradients=4,
     num_kept=2,

@@ -29,7 +29,7 @@ def _example(
 
 
 def _with_silu(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a form that can put SiLU behind it, of one that cannot."""
+    """Return a form that applies SiLU on demand, made from one that cannot."""
 
     def run_both(
         x: Tensor,

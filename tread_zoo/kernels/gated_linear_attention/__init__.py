@@ -61,7 +61,7 @@ def gated_linear_attention(
 
     (Gated linear attention, arXiv 2312.06635, equation 3.) Every head has a state [K, V], zero
     before the first step. Decays and states are float32 at least, under autocast too. For a
-        token g steps after the token before it, multiply log_decay by g.
+    token g steps after the token before it, multiply log_decay by g.
 
     Args:
         q, k: queries and keys [B, L, H, K].

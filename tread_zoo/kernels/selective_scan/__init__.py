@@ -32,6 +32,7 @@ def _example(
 
 
 def _step_sizes(delta: Tensor, bias: Tensor | None) -> Tensor:
+    """Return Δ [B, L, D]: softplus(delta + bias), or delta without a bias."""
     if bias is None:
         return delta
     dtype = at_least_float32(delta, bias)
@@ -39,7 +40,7 @@ def _step_sizes(delta: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _after_softplus(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a form that takes a step bias, of one that takes step sizes."""
+    """Return a form that takes a step bias, made from one that takes step sizes."""
 
     def run_after(
         u: Tensor,
@@ -57,7 +58,7 @@ def _after_softplus(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _states_above(most: int) -> Callable[..., str | None]:
-    """Return a function that gives the reason against a call with more states, or None."""
+    """Return a function that refuses calls with more states; see `Implementation.unsuited`."""
 
     def unsuited(u: Tensor, delta: Tensor, A: Tensor, *rest: object) -> str | None:
         return f"{A.shape[1]} states, more than {most}" if A.shape[1] > most else None

@@ -239,6 +239,7 @@ def _time_major(values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def num_chunks(length: int) -> int:
+    """Return the number of tiles along time, of at most CHUNK steps."""
     return -(-length // CHUNK)
 
 
@@ -280,6 +281,7 @@ def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
 def kept_like(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Return uninitialised outputs: y, and the states between the chunks."""
     dtype = at_least_float32(u, delta)
     return empty_like(u), u.new_empty(_states_shape(u, A, B), dtype=dtype)
 
@@ -288,7 +290,7 @@ def flops(
     u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
     """Return 7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; terms without N are left out.
-    And 20 B L D N: h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
+    Backward 20 B L D N: h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
     return 7 * math.prod(u) * A[1], 20 * math.prod(u) * A[1]
 
 

@@ -59,8 +59,7 @@ def _forward(
 ) -> Tensor:
     """Return y [B, L, D]."""
     y = empty_like(u)
-    inputs = _prepare(u, delta, A, B, C, D, segment_ids)
-    _scan(inputs, _blocks(u, A, B), y=y)
+    _scan(_prepare(u, delta, A, B, C, D, segment_ids), _blocks(u, A, B), y=y)
     return y
 
 
@@ -83,26 +82,11 @@ def _backward(grad_y: Tensor, *args: Any) -> tuple[Tensor, ...]:
         (blocks.programs,),
         *(grad_y.contiguous(), *inputs, states, gu, gdelta, gA, gB, gC, gD),
         *(length, batch * length),
-        **_sizes(inputs, blocks, BACKWARD_STEPS),
+        **_sizes(u, B, blocks, BACKWARD_STEPS),
         **BACKWARD_OPTIONS,
     )
     sums = [part.sum(0).to(x.dtype) for part, x in ((gA, A), (gB, B), (gC, C))]
     return gu, gdelta, sums[0], sums[1], sums[2], gD.sum(0).to(u.dtype if D is None else D.dtype)
-
-
-class _Inputs(NamedTuple):
-    """The inputs as the kernels take them: contiguous, A and D in float32.
-
-    keep: float32 [B, L], 0 where a segment begins, else 1, or None.
-    """
-
-    u: Tensor
-    delta: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    D: Tensor | None
-    keep: Tensor | None
 
 
 def _prepare(
@@ -113,22 +97,21 @@ def _prepare(
     C: Tensor,
     D: Tensor | None,
     segment_ids: Tensor | None,
-) -> _Inputs:
-    keep = None
-    if segment_ids is not None:
-        keep = (~segment_starts(segment_ids)).float()
-    D = None if D is None else D.float().contiguous()
-    A = A.float().contiguous()
-    return _Inputs(u.contiguous(), delta.contiguous(), A, B.contiguous(), C.contiguous(), D, keep)
+) -> tuple[Any, ...]:
+    """Return the inputs as the kernels take them: contiguous, A and D in float32, and instead of
+    the ids, float32 [B, L]: 0 where a segment begins, else 1."""
+    keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
+    given = (u, delta, A.float(), B, C, None if D is None else D.float(), keep)
+    return tuple(None if x is None else x.contiguous() for x in given)
 
 
 def _scan(
-    inputs: _Inputs, blocks: _Blocks, y: Tensor | None = None, states: Tensor | None = None
+    inputs: tuple[Any, ...], blocks: _Blocks, y: Tensor | None = None, states: Tensor | None = None
 ) -> None:
     """Write y, or the states before every BACKWARD_STEPS steps."""
-    length, steps = inputs.u.shape[1], FORWARD_STEPS if states is None else BACKWARD_STEPS
-    args, sizes = (*inputs, y, states, length), _sizes(inputs, blocks, steps)
-    launch(KERNELS, "forward", inputs.u.device, (blocks.programs,), *args, **sizes)
+    u, steps = inputs[0], FORWARD_STEPS if states is None else BACKWARD_STEPS
+    args, sizes = (*inputs, y, states, u.shape[1]), _sizes(u, inputs[3], blocks, steps)
+    launch(KERNELS, "forward", u.device, (blocks.programs,), *args, **sizes)
 
 
 def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
@@ -149,11 +132,11 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _sizes(inputs: _Inputs, blocks: _Blocks, steps: int) -> dict[str, Any]:
+def _sizes(u: Tensor, B: Tensor, blocks: _Blocks, steps: int) -> dict[str, Any]:
     """Return the sizes that a kernel is compiled for; batch and length are not among them."""
-    groups, size = inputs.B.shape[2:]
+    groups, size = B.shape[2:]
     return {
-        "WIDTH": inputs.u.shape[2],
+        "WIDTH": u.shape[2],
         "GROUPS": groups,
         "SIZE": size,
         "BLOCK_D": blocks.channels,

@@ -5,7 +5,7 @@ The missing features are emulated as follows:
 
 - mamba-ssm has one Δ for the decay and the input, and no gaps: exp(gaps Δ A) h + Δ x ⊗ B is its
   exp(Δ' A) h + Δ' x' ⊗ B with Δ' = gaps Δ and x' = x / gaps. D x is then added outside. The kernel
-    restarts exactly where `seq_idx` differs; ids that occur again later are renumbered.
+  restarts exactly where `seq_idx` differs; ids that occur again later are renumbered.
 - fla takes any log-decay, but no segments. At the start of a segment, a log-decay of `RESET` leaves
   1e-26 of the state. A lower log-decay would leave less, but log-decays are summed over 64 steps in
   float32 and would lose digits. With `RESET` the error of the weights is 4e-6 after one start in a

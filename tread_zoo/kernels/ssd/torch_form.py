@@ -74,8 +74,7 @@ class _Chunks(NamedTuple):
 
 
 class _Grads(NamedTuple):
-    """Gradients of the inputs, shaped as in `_Chunks`; x is the gradient of u; A and D are [K,
-    R]."""
+    """Gradients of the inputs, shaped as in `_Chunks`, A and D [K, R]. x is the gradient of u."""
 
     x: Tensor
     delta: Tensor
@@ -259,6 +258,7 @@ def _decay(falls: Tensor, starts: Tensor | None) -> _Decays:
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b; all dimensions but the last two are one batch."""
     product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3))
     return product.view(*a.shape[:-1], b.shape[-1])
 
@@ -337,7 +337,7 @@ def _flops(
 ) -> tuple[int, int]:
     """Return the FLOPs of the matrix products: C Bᵀ, W x, into the states and out of them.
     Backward: C Bᵀ and its two gradients, the gradients of W and x, ∂l, and five products with
-        states."""
+    states."""
     (batch, length, heads, width), (groups, size) = x, B[2:]
     num_chunks, steps = _spans(length)
     pairs = 2 * batch * num_chunks * steps * steps
