@@ -17,7 +17,7 @@ scripts/train.py on a CPU is counted, without compilation.
 import argparse
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
@@ -78,13 +78,16 @@ def count_step(overrides: list[str]) -> Launches:
     device, precision = torch.device("cpu"), config.training.precision
     state = to_devices(setup, make_accelerator(setup, device, precision), None)
     network, batches, launches = setup.backbone, setup.batches(), Launches()
-    for method, part in (("forward", "routes"), ("embed", "embed"), ("head", "head"),
-                         ("run_block", "blocks")):  # fmt: skip
-        setattr(network, method, launches.within(part, getattr(network, method)))
-    state.accelerator.backward = launches.within("backward", state.accelerator.backward)
-    state.stepper.step = launches.within("optimizer", state.stepper.step)
     window = Window(state)
-    with within_loop(launches, "draw_step", "draws"), within_loop(launches, "step_loss", "loss"):
+    with ExitStack() as patches:
+        for owner, method, part in (
+            (loop, "draw_step", "draws"), (loop, "step_loss", "loss"),
+            (network, "forward", "routes"), (network, "embed", "embed"),
+            (network, "run_block", "blocks"), (network, "head", "head"),
+            (state.accelerator, "backward", "backward"), (state.stepper, "step", "optimizer"),
+        ):  # fmt: skip
+            counted = launches.within(part, getattr(owner, method))
+            patches.enter_context(mock.patch.object(owner, method, counted))
         for _ in range(2):
             launches.counts.clear()
             with launches:
@@ -93,13 +96,6 @@ def count_step(overrides: list[str]) -> Launches:
                 for average in state.averages.values():
                     launches.within("averages", average.update)(network, state.step, skipped)
     return launches
-
-
-@contextmanager
-def within_loop(launches: Launches, function: str, part: str):
-    """Count the launches of a function of the training loop as a part."""
-    with mock.patch.object(loop, function, launches.within(part, getattr(loop, function))):
-        yield
 
 
 def main() -> None:

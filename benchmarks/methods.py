@@ -13,9 +13,10 @@ option that saves FLOPs saves as much time.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from statistics import median
 
-from timing import report, take_turns
+from timing import take_turns
 
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import make_config
@@ -82,6 +83,22 @@ def make_sampling(overrides: list[str]) -> tuple[Callable[[], None], float]:
 
     cost = count_sampling(backbone, setup.objective, setup.sampling, weak=setup.weak)
     return sample, cost.flops
+
+
+def report(seconds: list[dict[str, float]], flops: Mapping[str, float]) -> None:
+    """Print time and FLOPs of each step, and their ratios to the first step."""
+    first = next(iter(flops))
+    titles = ("step", "ms", "MFLOPs an image", f"FLOPs / {first}", f"time / {first}")
+    print(f"{titles[0]:24} {titles[1]:>9} {titles[2]:>16} {titles[3]:>15} {titles[4]:>15}", end="")
+    print("  time over FLOPs")
+    for name in flops:
+        milliseconds = 1e3 * median(each[name] for each in seconds)
+        time_ratio = median(each[name] / each[first] for each in seconds)
+        flops_ratio = flops[name] / flops[first]
+        print(
+            f"{name:24} {milliseconds:9.1f} {flops[name] / 1e6:16.1f} {flops_ratio:15.3f} "
+            f"{time_ratio:15.3f} {time_ratio / flops_ratio:16.3f}"
+        )
 
 
 if __name__ == "__main__":

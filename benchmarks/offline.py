@@ -1,7 +1,7 @@
 """Compile every variant of the project's Triton kernels for a GPU that need not be there.
 
 python benchmarks/offline.py --targets sm_90
-python benchmarks/offline.py --targets sm_80 gfx942 --ops bidirectional_wkv --dtypes bfloat16
+python benchmarks/offline.py --targets sm_80 gfx942 --dtypes bfloat16 --states 16
 
 A variant is what a launcher compiles anew for: the kernel, the type of the inputs, positions or
 segments of a route, and of a scan its states and whether it skips (D). Nothing is run.
@@ -62,13 +62,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["sm_90"])
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--states", nargs="+", type=int, default=STATES)
     args = parser.parse_args()
     variants = []
     for target in args.targets:
-        for op in args.ops:
+        for op in OPS:
             with compiling(target, op) as compiled:
                 for given in list_calls(op, args.dtypes, args.states):
                     differentiate(get_implementation(op, "triton").run, given)

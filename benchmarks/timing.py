@@ -1,11 +1,9 @@
 """What the benchmarks share: a network from the command line, and steps that take turns.
 
-Every round runs each step once, so a machine that slows down slows all of them. Reports have the
-median time of each step, and the median over rounds of the ratio of two steps.
+Every round runs each step once, so a machine that slows down slows all of them.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Mapping
 
@@ -80,19 +78,3 @@ def take_turns(
                 torch.cuda.synchronize(device)
             seconds[-1][name] = clock() - began
     return seconds[2:]
-
-
-def report(seconds: list[dict[str, float]], flops: Mapping[str, float]) -> None:
-    """Print time and FLOPs of each step, and their ratios to the first step."""
-    first = next(iter(flops))
-    titles = ("step", "ms", "MFLOPs an image", f"FLOPs / {first}", f"time / {first}")
-    print(f"{titles[0]:24} {titles[1]:>9} {titles[2]:>16} {titles[3]:>15} {titles[4]:>15}", end="")
-    print("  time over FLOPs")
-    for name in flops:
-        milliseconds = 1e3 * statistics.median(each[name] for each in seconds)
-        time_ratio = statistics.median(each[name] / each[first] for each in seconds)
-        flops_ratio = flops[name] / flops[first]
-        print(
-            f"{name:24} {milliseconds:9.1f} {flops[name] / 1e6:16.1f} {flops_ratio:15.3f} "
-            f"{time_ratio:15.3f} {time_ratio / flops_ratio:16.3f}"
-        )
