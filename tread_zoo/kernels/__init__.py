@@ -3,6 +3,8 @@
 A folder holds one operation: `naive.py` (the formula, also in float64), `torch_form.py` (fast plain
 torch), `triton_form.py` (our Triton kernels), `compiled_form.py` (C for a CPU, which `compiled.py`
 builds at first use), `fused.py` (adapters of optional packages, which are imported at first use).
+Linear attention and the delta rules share one form in C, `recurrence.py`.
+
 `dispatch.py` chooses the form of a call and reports why. `verify.py` compares two forms, and
 `benchmarks/operations.py` times them.
 """

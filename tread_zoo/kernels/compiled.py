@@ -59,7 +59,7 @@ class CompiledSource:
         return self._problem
 
     def __call__(self, name: str, *args: bytes | int) -> int:
-        """Return what a function gives for a struct or integers. Builds or loads the library.
+        """Return what a C function returns for a struct and integers.
 
         Raises:
             RuntimeError: there is no library.
@@ -76,7 +76,7 @@ class CompiledSource:
 
         Raises:
             RuntimeError: there is no library.
-            MemoryError: a call has no memory for what it computes in between.
+            MemoryError: there is no memory for intermediate values.
         """
         given = _pack(fields)
         num = min(torch.get_num_threads(), jobs)
