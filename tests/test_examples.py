@@ -79,7 +79,7 @@ def call(*command, cwd, env):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_listed_trained_and_sampled(installed, tmp_path):
     listing = "from tread_zoo import list_backbones; print(*list_backbones())"
     assert "mixer_tiny" in call("-c", listing, cwd=tmp_path, env=installed).split()

@@ -99,11 +99,8 @@ def test_the_first_steps(own_registry, name, tmp_path):
     close(numbers_of(tmp_path, "loss"), golden[:FIRST], 1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("mamba", marks=pytest.mark.nightly),
-     pytest.param("dit_edm_dense", marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RUNS)
 def test_50_steps_and_their_scores(name, tmp_path):
     figures, golden = train_and_score(name, tmp_path / "run"), json.loads(FIGURES.read_text())[name]
     close(figures["losses"], golden["losses"], 5e-3)

@@ -1,7 +1,5 @@
 """What loads what: the method needs no run, and what everybody imports is light."""
 
-import pytest
-
 from tests.processes import ROOT, run_python
 
 METHOD = (
@@ -11,35 +9,35 @@ OTHERS = ("hydra", "omegaconf", "accelerate", "datasets", "huggingface_hub", "sa
 ROOMS = ("cli", "config", "data", "diffusion", "evaluation", "runs", "training")
 
 
-@pytest.mark.parametrize(
-    ("code", "absent"),
-    [
-        (METHOD, {*OTHERS, *(f"tread_zoo.{room}" for room in ROOMS)}),
-        ("import tread_zoo.cli", {"torch"}),
-        ("import tread_zoo.testing.plugin", {"torch"}),  # as every pytest run does
-        ("from tread_zoo import create; create('data', 'digits')",
-         {"sklearn", "torchvision", "pandas", "scipy"}),
-    ],
-)  # fmt: skip
-def test_what_is_not_needed_is_not_imported(code, absent):
-    done = run_python("-c", f"{code}; import sys; print(*sys.modules)", cwd=ROOT, fresh=True)
-    assert done.returncode == 0, done.stderr
-    assert "tread_zoo" in done.stdout.split()
-    assert not absent & set(done.stdout.split())
+LOADED = """
+import runpy, sys
+
+def loaded(*modules):
+    return [module for module in modules if module in sys.modules]
+"""
+
+
+def test_the_method_needs_no_run_and_the_digits_no_library_of_data():
+    absent = (*OTHERS, *(f"tread_zoo.{room}" for room in ROOMS))
+    heavy = ("sklearn", "torchvision", "pandas", "scipy")
+    code = f"{LOADED}\n{METHOD}\nprint(loaded(*{absent}))\nfrom tread_zoo import create\n"
+    code += f"create('data', 'digits')\nprint(loaded(*{heavy}))"
+    done = run_python("-c", code, cwd=ROOT, fresh=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n[]\n"), done.stderr
 
 
 WRONG = ["sed=1", "training.num_step=3", "evaluation.num_images=0", "seed=x"]
 
 
-def test_help_and_wrong_settings_do_not_wait_for_torch():
-    code = (
-        "import runpy, sys\n"
+def test_help_wrong_settings_and_the_kit_s_plug_in_do_not_wait_for_torch():
+    code = LOADED + (
+        "import tread_zoo.testing.plugin\n"  # as every pytest run does
         "for command in sys.argv[1:]:\n"
         "    sys.argv = command.split()\n"
         "    try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "    except SystemExit: pass\n"
-        "    loaded = [m for m in ('torch', 'numpy', 'pandas', 'scipy') if m in sys.modules]\n"
-        "    assert not loaded, (command, loaded)\n"
+        "    found = loaded('torch', 'numpy', 'pandas', 'scipy')\n"
+        "    assert not found, (command, found)\n"
     )
     scripts = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
     commands = [f"scripts/{name}.py --help" for name in scripts]

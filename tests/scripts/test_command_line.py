@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.processes import run_python, run_ranks
+from tests.processes import run_python, run_ranks, run_script
 from tests.small_run import SMALL, train_small
 from tread_zoo.__main__ import COMMANDS
 from tread_zoo.evaluation import Protocol
@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 
-def call(script, *overrides, cwd, expect=0):
-    """Run a script in `cwd`; return all that it printed."""
-    done = run_python(ROOT / "scripts" / script, *overrides, cwd=cwd)
+def call(script, *overrides, cwd=ROOT, expect=0):
+    """Run a script in `cwd`, in this process; return all that it printed."""
+    done = run_script(ROOT / "scripts" / script, *overrides, cwd=cwd)
     said = done.stdout + done.stderr
     assert done.returncode == expect, said[-3000:]
     return said
@@ -267,13 +267,12 @@ def test_samples_of_another_size_or_why_not(trained, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such pipes")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--help"], ["list"]])
-def test_a_command_ends_silently_when_its_output_is_no_longer_read(words, unbuffered):
+@pytest.mark.parametrize(("word", "unbuffered"), [("--help", ""), ("list", "1")])
+def test_a_command_ends_silently_when_its_output_is_no_longer_read(word, unbuffered):
     read, write = os.pipe()
     os.close(read)  # as `| head` does
     done = subprocess.run(
-        [sys.executable, "-m", "tread_zoo", *words], cwd=ROOT, stdout=write, timeout=120,
+        [sys.executable, "-m", "tread_zoo", word], cwd=ROOT, stdout=write, timeout=120,
         stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )  # fmt: skip
     os.close(write)

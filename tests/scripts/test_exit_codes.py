@@ -56,6 +56,7 @@ def test_signals_to_every_process_even_the_loaders_workers(tmp_path):
     assert f"step_{find_checkpoint(tmp_path / 'run').step:08d}" in output
 
 
+@pytest.mark.nightly
 def test_ctrl_c_to_a_launcher_and_all_it_started(tmp_path, free_port):
     """The launcher hands it on to processes that the terminal told already."""
     process = start(

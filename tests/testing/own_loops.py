@@ -30,7 +30,7 @@ class OwnLoop(UViT):
         for index in range(self.num_blocks):
             route = next((r for r in routes if self.is_inside(r, index)), None)
             if isinstance(route, Skip):
-                skips[index] = self.dropped_skip(now)
+                skips[index] = now
                 continue
             rows = self.rows(now, route)
             wide = rows[:, :, None].expand(-1, -1, now.shape[2])
@@ -64,9 +64,6 @@ class OwnLoop(UViT):
     def rejoin(self, now, wide, after, route):
         return now.scatter(1, wide, after)
 
-    def dropped_skip(self, now):
-        return now
-
 
 class IgnoresRoutes(OwnLoop):
     def is_inside(self, route, index):
@@ -83,17 +80,6 @@ class RoutesExtraTokens(OwnLoop):
         return super().rows(now, None) if route is None else route.ids
 
 
-class CountsExtraTokensAsImage(OwnLoop):
-    """Keeps the extra tokens and the rows `ids`, some of which are extra tokens."""
-
-    def rows(self, now, route):
-        rows = super().rows(now, route)
-        if route is not None:
-            rows = rows.clone()
-            rows[:, self.num_extra_tokens :] -= 1
-        return rows
-
-
 class OneSetOfIdsForAll(OwnLoop):
     def rows(self, now, route):
         return super().rows(now, route)[:1].expand(len(now), -1)
@@ -104,35 +90,11 @@ class ZeroesTheBypassed(OwnLoop):
         return super().rejoin(torch.zeros_like(now), wide, after, route)
 
 
-class DetachesTheBypassed(OwnLoop):
-    def rejoin(self, now, wide, after, route):
-        return super().rejoin(now if route is None else now.detach(), wide, after, route)
-
-
-class SkipInZeros(OwnLoop):
-    """Tokens that bypassed the producer are zero in its skip."""
-
-    def make_skip(self, now, wide, after):
-        return super().make_skip(torch.zeros_like(now), wide, after)
-
-
 class SkipByIndex(OwnLoop):
     """A consumer of K tokens takes the first K of its skip."""
 
     def take_skip(self, skips, index, wide):
         return skips[self.skips[index]][:, : wide.shape[1]]
-
-
-class DetachesSkips(OwnLoop):
-    def make_skip(self, now, wide, after):
-        return super().make_skip(now, wide, after).detach()
-
-
-class KeepsTheLength(OwnLoop):
-    """Runs every block on all tokens."""
-
-    def rows(self, now, route):
-        return super().rows(now, None)
 
 
 class SwallowsKeywords(OwnLoop):
@@ -143,11 +105,6 @@ class SwallowsKeywords(OwnLoop):
 class RunsDroppedBlocks(OwnLoop):
     def is_inside(self, route, index):
         return isinstance(route, Select) and super().is_inside(route, index)
-
-
-class SkipOfADroppedPathInZeros(OwnLoop):
-    def dropped_skip(self, now):
-        return torch.zeros_like(now)
 
 
 class MixingBlock(nn.Module):
@@ -291,16 +248,13 @@ class Serpentine(MixingNet):
         behind = self.behind(steps[:, None] - steps, index)
         weights = torch.where(behind >= 0, torch.exp(-0.2 * behind), 0.0).to(x.dtype)
         scanned = weights @ x.gather(1, order[:, :, None].expand_as(x))
-        return self.undo(scanned, order, layout) / 4
+        return scanned.gather(1, order.argsort(dim=1)[:, :, None].expand_as(scanned)) / 4
 
     def behind(self, steps, index):
         return -steps if index % 2 else steps
 
     def order(self, rank, layout):
         return rank.argsort(dim=1)
-
-    def undo(self, scanned, order, layout):
-        return scanned.gather(1, order.argsort(dim=1)[:, :, None].expand_as(scanned))
 
 
 class ScansUnsorted(Serpentine):
@@ -329,12 +283,3 @@ class ScansOneWay(Serpentine):
 
     def behind(self, steps, index):
         return steps
-
-
-class LeavesTokensPermuted(Serpentine):
-    def run_block(self, index, streams, condition, layout, skip):
-        (x,) = super().run_block(index, streams, condition, layout, skip)
-        if layout.ids is None:
-            return (x,)
-        order = self.order(self.rank[layout.ids], layout)
-        return (x.gather(1, order[:, :, None].expand_as(x)),)

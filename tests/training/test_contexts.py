@@ -210,10 +210,8 @@ def embeddings_of(captions):
     return torch.stack([table[[words.index(word) for word in one]] for one in captions])
 
 
-@pytest.mark.parametrize(  # scripts/test_prompts.py trains a dit
-    "name",
-    [pytest.param("dit", marks=pytest.mark.nightly), pytest.param("rwkv", marks=pytest.mark.slow)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["dit", "rwkv"])
 def test_a_network_draws_what_its_captions_say(run, tmp_path, name):
     """Three shapes in three colours: the picture nearest to a sample is one of its caption."""
     (tmp_path / "drawn" / "all").mkdir(parents=True)

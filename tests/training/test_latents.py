@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from tests.data.vaes import save_vaes
-from tests.processes import run_python
+from tests.scripts.test_command_line import call
 from tests.small_run import parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
 from tread_zoo.checkpoint_config import EncodingConfig
@@ -85,13 +85,6 @@ def test_the_held_out_loss_draws_moments_with_fixed_noise(tmp_path):
     assert one[0] == pytest.approx(float((draw.noise - x).double().square().mean()), rel=1e-5)
 
 
-def call(script, *overrides, expect=0):
-    done = run_python(f"scripts/{script}", *overrides, "device=cpu")
-    said = done.stdout + done.stderr
-    assert done.returncode == expect, said[-3000:]
-    return said
-
-
 @pytest.mark.slow
 def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     vaes = save_vaes(tmp_path)
@@ -105,7 +98,7 @@ def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     folder = run("run", *given_data)
     picture = np.asarray(Image.open(folder / "samples" / "step_00000006.png"))
     assert picture.shape[-1] == 3  # decoded: grey digits came back in colour
-    given = [f"checkpoint={folder}", "num_images=3"]
+    given = [f"checkpoint={folder}", "num_images=3", "device=cpu"]
     call("sample.py", *given)  # with the autoencoder that the table names
     [file] = (folder / "generated").glob("*/samples.npz")
     first = np.load(file)["arr_0"]
@@ -127,7 +120,7 @@ def test_decoded_samples_of_another_size_than_in_training(run, tmp_path):
     encode(create("data", "digits"), load_vae(vaes["AutoencoderKL"]), tmp_path / "set", config)
     given = ["backbone=dit", "data=latents", f"data.path={tmp_path / 'set'}"]
     folder = run("run", *given, "evaluation.metrics=[]")
-    given = [f"checkpoint={folder}", "num_images=2"]
+    given = [f"checkpoint={folder}", "num_images=2", "device=cpu"]
     call("sample.py", *given, "image_size=[16,8]", f"out={tmp_path / 'tall'}")
     assert np.load(tmp_path / "tall" / "samples.npz")["arr_0"].shape == (2, 16, 8, 3)
     call("sample.py", *given, "image_size=[8,4]", "vae=none", f"out={tmp_path / 'stored'}")

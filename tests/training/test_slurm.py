@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_python
+from tests.processes import run_script
 from tests.small_run import SMALL
 from tread_zoo.process_group import join_slurm_step
 from tread_zoo.runs.checkpoint import find_checkpoint
@@ -65,17 +65,16 @@ def test_without_scontrol_the_remedy_is_said(monkeypatch, tmp_path):
         assert environment["MASTER_ADDR"] == "gpu07"
 
 
-@pytest.mark.slow
 def test_the_preset_composes():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    command = ["scripts/train.py", "--cfg=hydra", "hydra/launcher=slurm", SHARDED]
-    done = run_python(*command, "hydra.launcher.partition=gpu", cwd=ROOT)
+    words = ["--cfg=hydra", "hydra/launcher=slurm", SHARDED, "hydra.launcher.partition=gpu"]
+    done = run_script(ROOT / "scripts/train.py", *words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for words in ("SlurmLauncher", "partition: gpu", "requeue: true", "FSDP_VERSION=2"):
         assert words in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tasks_of_a_step_train_together(tmp_path, free_port):
     """What srun starts: the script itself, once for each task."""
     small = [*SMALL, "training.num_steps=2", f"run_dir={tmp_path / 'run'}"]
