@@ -55,16 +55,6 @@ def test_every_file_and_process_is_read_and_written_in_utf_8():
     assert not found
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["path.read_text()", "f(x).write_text(y)", "open(p)", "open(p, 'w')", "p.open()", "p.open('a')",
-     "subprocess.run(c, text=True)"],
-)  # fmt: skip
-def test_the_check_finds_what_it_is_for(line):
-    assert implicit_encodings(line) == [1]
-    assert not implicit_encodings(f"{line[:-1]}, encoding='utf-8')".replace("(,", "("))
-
-
 # A process that is forked has begun in another locale.
 AS_ASCII = """
 import locale, runpy, sys
@@ -77,17 +67,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.skipif(bool(sys.flags.utf8_mode), reason="Python's UTF-8 mode hides the locale")
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_compare_works_in_a_locale_of_ascii(tmp_path, fresh):
+@pytest.mark.nightly
+def test_compare_works_in_a_locale_of_ascii(tmp_path):
     for routing in ("none", "tread"):
         protocol = {"notes": ["a note, déjà ±"]}
         write_run(tmp_path / "runs" / routing, routing=routing, protocol=protocol)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))}
     env |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
     script = [ROOT / "scripts" / "compare.py", f"compare.runs={tmp_path}/runs/*", "compare.out=out"]
-    done = run_python(
-        *(script if fresh else ["-c", AS_ASCII, *script]), cwd=tmp_path, env=env, fresh=fresh
-    )
+    done = run_python("-c", AS_ASCII, *script, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "d\\xe9j\\xe0 \\xb1" in done.stdout
     for name in ("index.html", "report.md"):

@@ -77,12 +77,10 @@ def test_a_mixer_of_another_package_can_stand_in_it(own_registry):
     ("pattern", "said"),
     [
         ([{"name": "gla", "per_chanel": True}], "per_chanel"),
-        ([{"name": "gated_deltanet", "per_channel": 3}], "per_channel=3"),
         ([{"name": "uvit"}], "pattern='uvit'"),
         ([], "must have a mixer"),
         ("atention:3", "Did you mean 'attention'"),
         ("attention:0", "'0' must be a number of blocks"),
-        ("attention:1,", "pattern='' is unknown"),
     ],
 )
 def test_a_pattern_that_cannot_be_read(pattern, said):

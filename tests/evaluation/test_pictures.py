@@ -1,13 +1,11 @@
 """Pictures for people."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
+from tread_zoo.evaluation.pictures import save_animation, save_grid
 
 
 def test_an_animation_ends_with_the_last_picture_and_is_small(tmp_path):
@@ -43,22 +41,3 @@ def test_a_column_of_a_grid_has_one_class_and_its_name_above(tmp_path, count, co
     if top:  # black on white, also where names are long
         assert (pixels[: top - 1].reshape(top - 1, -1).min(0) < 100).sum() > 20 * columns
         assert pixels[0].min() == 255
-
-
-def test_losses_have_a_title_readable_ticks_and_the_held_out_curve_beside(tmp_path):
-    rows = [{"step": 20 * i, "loss": 0.47 - 0.001 * i} for i in range(1, 50)]
-    rows += [{"step": 200 * i, "held_out_loss": 0.46 - 0.01 * i} for i in range(1, 5)]
-    (tmp_path / "a_run").mkdir()
-    plot_losses(rows, tmp_path / "a_run" / "loss.svg")
-    texts = re.findall("<!-- (.*?) -->", (tmp_path / "a_run" / "loss.svg").read_text())
-    assert "a_run" in texts
-    assert sum("held-out loss" in text for text in texts) == 1
-    assert len([text for text in texts if re.fullmatch(r"0\.4\d*", text)]) >= 8
-
-
-def test_a_curve_of_one_point_is_seen_and_none_draws_nothing(tmp_path):
-    for name, rows in (("one", [{"step": 4, "loss": 0.5}]), ("none", [])):
-        plot_losses(rows, tmp_path / f"{name}.svg", names=["loss"])
-    one, none = ((tmp_path / f"{name}.svg").read_text() for name in ("one", "none"))
-    assert "fill: #1f77b4" in one, "a marker: a line of one point is not seen"
-    assert "fill: #1f77b4" not in none

@@ -156,6 +156,7 @@ def test_a_right_kernel_passes_the_comparison_before_its_first_use(adapter) -> N
     assert form.refuses(*op.inputs(), *op.rest()) == "float64"
 
 
+@pytest.mark.nightly
 def test_a_package_does_not_break_the_graph(adapter) -> None:
     torch.compiler.reset()
     op, form = adapter

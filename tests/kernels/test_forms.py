@@ -280,9 +280,7 @@ def test_opcheck(op) -> None:
     torch.library.opcheck(backward, (*made, *values, *rest))
 
 
-@of(  # one of the custom operators; networks of others are compiled in test_contract.py
-    pytest.param(n, marks=pytest.mark.slow if n == "ssd" else pytest.mark.nightly) for n in OPS
-)
+@pytest.mark.nightly  # test_contract.py compiles a network with one of them
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_compiles_whole(op, device) -> None:
     if device == "cuda" and not torch.cuda.is_available():

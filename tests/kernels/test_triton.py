@@ -27,7 +27,11 @@ def on_a_gpu(test):
 
 
 @needs_triton
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param("not slow", marks=pytest.mark.slow),
+     pytest.param("slow", marks=pytest.mark.nightly)],
+)  # fmt: skip
 def test_forms_equal_their_formulas_under_the_interpreter(which) -> None:
     file = ROOT / "tests/kernels/interpreted/triton_forms.py"
     env = {**os.environ, "TRITON_INTERPRET": "1"}

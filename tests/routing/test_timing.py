@@ -103,16 +103,13 @@ def test_many_steps_cost_no_time():
 @pytest.mark.parametrize(
     "options",
     [
-        {"selection_rate": ["linear", 0.5]},
         {"selection_rate": ["linear", 0.5, 1.0]},
         {"selection_rate": ["lineal", 0.5, 0.25]},
-        {"selection_rate": ["steps", 0.5]},
         {"selection_rate": ["steps", 0.5, [0.3]]},
         {"selection_rate": ["steps", 0.5, [0.5, 0.5], [0.4, 0.3]]},
         {"selection_rate": ["steps", 0.5, [0.9, 0.5]], "dense_tail": 0.2},
         {"selection_rate": ["steps", 0.5, [0.1, 0.5]], "warm_start": 0.1},
         {"routes": [{"start": 1, "end": 3, "probability": 0.5}]},
-        {"routes": [{"start": 1, "end": 3, "selection_rate": ["linear"]}]},
         {"warm_start": 0.5, "dense_tail": 0.5},
     ],
 )

@@ -116,7 +116,7 @@ def test_a_stopped_set_goes_on(drawn, tmp_path):
     assert (other["arr_0"][0] == 9).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_processes_draw_what_one_does(drawn, tmp_path, free_port):
     whole, words = drawn
     script = (ROOT / "scripts/sample.py", *words, f"out={tmp_path / 'out'}")

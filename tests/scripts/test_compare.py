@@ -13,7 +13,8 @@ import pytest
 from scripts import compare
 from scripts.compare import make_cells, read_settings, split_sweeps
 from tests.comparison.recorded import without_figures, write_run
-from tread_zoo.cli import CONFIGS
+from tests.small_run import fields_of
+from tread_zoo.cli import CONFIGS, compose_settings
 
 ROOT = Path(__file__).parents[2]
 # What stands for scripts/train.py and scripts/evaluate.py: it copies a run, fails, or waits.
@@ -122,7 +123,7 @@ def test_a_terminal_that_is_closed_ends_the_cells_gently_however_often_it_says_s
     assert (place / "saved").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cells_are_runs_of_the_real_script_and_go_on_after_a_kill(tmp_path):
     given = ("backbone=dit_tiny", "routing=tread", "seed=0", "training.num_steps=20",
              "training.sample_every=10", "training.log_every=1", "evaluation.num_images=10",
@@ -164,7 +165,14 @@ STUDIES = sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("study", STUDIES)
-def test_every_study_is_a_set_of_settings_that_can_be_built(study):
+def test_every_study_is_a_set_of_settings_that_can_be_built(study, monkeypatch):
+    """Without hydra, which takes most of the time, where no preset is named."""
+
+    def compose(script, texts, *config):
+        preset = script != "train" or any(text.startswith("experiment=") for text in texts)
+        return compose_settings(script, texts, *config) if preset else fields_of(*texts)
+
+    monkeypatch.setattr(compare, "compose_settings", compose)
     cells = make_cells(read_settings([f"compare.study={study}", "compare.out=a=b,c"]), [])
     assert len({cell.result for cell in cells}) == len(cells) > 1
     assert f"run_dir='{cells[0].result.parent}'" in cells[0].command

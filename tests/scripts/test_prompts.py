@@ -10,7 +10,7 @@ from PIL import Image
 from tests.data.text_encoders import save_t5
 from tests.scripts.test_command_line import call
 from tests.small_run import SMALL
-from tests.training.test_contexts import CAPTIONS, MOVES, pictures_of
+from tests.training.test_contexts import CAPTIONS, pictures_of
 from tread_zoo.demo import draw
 from tread_zoo.runs.restore import restore
 
@@ -36,32 +36,29 @@ def trained(tmp_path_factory):
     assert "81 captions, 0 of them empty; 3 embeddings each" in said
     said = call(
         "train.py", *SMALL, "data=table", "data.path=table", "backbone.hidden_size=48",
-        "backbone.depth=5", "training.num_steps=250", "training.batch_size=32",
-        "training.log_every=100", "training.ema_decay=0.97", "optimizer.learning_rate=0.004",
-        "run_dir=run", cwd=folder,
+        "backbone.depth=5", "training.num_steps=50", "training.batch_size=32",
+        "training.ema_decay=0.9", "optimizer.learning_rate=0.004", "run_dir=run", cwd=folder,
     )  # fmt: skip
     assert "contexts of 3 embeddings of width 16, captions by" in said
     return folder
 
 
-def agreement(samples, numbers):
-    """Return the fraction of samples [n, 3, 8, 8] in 0 … 1 that are nearest to their caption's."""
-    drawn = torch.cat([pictures_of(*caption) for caption in CAPTIONS])
-    far = torch.cdist(samples.flatten(1), drawn.flatten(1))
-    return float((far.argmin(1) // len(MOVES) == torch.tensor(numbers)).float().mean())
+PROMPTS = [" ".join(caption) for caption in CAPTIONS]
 
 
-def test_a_prompt_is_drawn(trained):
-    prompts = [" ".join(caption) for caption in CAPTIONS]
-    given = ["checkpoint=run", "sampler.num_steps=10", "device=cpu"]
-    said = call(
-        "sample.py", *given, f"prompt={prompts}", "num_images=36", "guidance.scale=1.5",
-        "out=nine", cwd=trained,
-    )  # fmt: skip
-    assert "cfg" in said
-    with np.load(trained / "nine" / "samples.npz") as arrays:
-        samples = torch.from_numpy(arrays["arr_0"]).permute(0, 3, 1, 2) / 255
-    assert agreement(samples, [i % 9 for i in range(36)]) > 0.5, "chance is 0.11"
+def test_each_image_is_drawn_for_its_prompt(trained):
+    """That a network learns what captions say: training/test_contexts.py."""
+    given = ["checkpoint=run", "sampler.num_steps=4", "device=cpu", "guidance.scale=1.5"]
+
+    def drawn(name, prompts, *more):
+        said = call("sample.py", *given, f"prompt={prompts}", f"out={name}", *more, cwd=trained)
+        assert "cfg" in said
+        return np.load(trained / name / "samples.npz")["arr_0"].astype(int)
+
+    nine = drawn("nine", PROMPTS, "num_images=9")
+    own, other = (drawn(f"alone_{i}", PROMPTS[i], "num_images=1", "first_index=3") for i in (3, 4))
+    assert np.abs(own[0] - nine[3]).max() <= 1
+    assert np.abs(other[0] - nine[3]).max() > 1
     said = call("sample.py", *given, "prompt=red cross, a frame", "out=one", cwd=trained)
     assert "has 6 tokens, of which the network takes 3" in said
     record = json.loads((trained / "one" / "sampling.json").read_text())["settings"]
@@ -76,14 +73,13 @@ def test_a_pipeline_takes_prompts_and_is_saved_with_its_encoder(trained, tmp_pat
     from tread_zoo.pipeline import TreadZooPipeline
 
     pipe = TreadZooPipeline.from_checkpoint(str(trained / "run"))
-    prompts = [" ".join(caption) for caption in CAPTIONS]
-    given = {"num_inference_steps": 10, "guidance_scale": 1.5, "output_type": "pt"}
+    given = {"num_inference_steps": 3, "guidance_scale": 1.5, "output_type": "pt"}
 
     def draw(pipe):
-        return pipe(prompt=prompts * 4, generator=torch.Generator().manual_seed(0), **given).images
+        return pipe(prompt=PROMPTS, generator=torch.Generator().manual_seed(0), **given).images
 
     images = draw(pipe)
-    assert agreement(images, [i % 9 for i in range(36)]) > 0.5
+    assert len(images) == 9
     pipe.save_pretrained(tmp_path / "saved")
     assert torch.equal(draw(TreadZooPipeline.from_pretrained(tmp_path / "saved")), images)
     assert len(pipe(prompt="red frame", num_images=3, **given).images) == 3

@@ -5,19 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.small_run import train_small
-from tread_zoo import load_pretrained
-from tread_zoo.diffusion import FlowMatching, default_labels, generate
-from tread_zoo.diffusion.sampling import build_sampling
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
 from tread_zoo.runs.posthoc_ema import (
     TRACKED_WIDTHS,
     posthoc_coefficients,
     width_to_exponent,
 )
-from tread_zoo.training.ema import WeightAverage, power_decay
+from tread_zoo.training.ema import power_decay
 
 OPTIONS = (
     "lr_schedule=constant", "training.checkpoint_every=1", "training.keep_checkpoints=9",
@@ -122,26 +118,3 @@ def test_a_resumed_run_leaves_the_same_averages(tracked, copy_of):
     resume = f"resume={folder}/checkpoints/step_00000003"
     train_small(folder, *OPTIONS, "training.ema_snapshots_every=2", resume)
     assert files(folder) == expected
-
-
-def test_sampling_casts_each_weight_of_an_average_once():
-    """In bf16, autocast caches a cast for all steps only if the weight requires a gradient."""
-    network = WeightAverage(load_pretrained("dit"), power_decay(0.1)).network
-    weights = {parameter.data_ptr() for parameter in network.parameters()}
-    casts = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in weights:
-                casts.append(args[0].data_ptr())
-            return func(*args, **(kwargs or {}))
-
-    with Count():
-        samples = generate(
-            network, FlowMatching(), build_sampling({"name": "euler", "num_steps": 3}),
-            indices=range(2), labels=default_labels(range(2), 10), seed=0, batch_size=2,
-            precision="bf16",
-        )  # fmt: skip
-    assert casts
-    assert len(casts) == len(set(casts))
-    assert not samples.requires_grad

@@ -222,12 +222,6 @@ def test_a_step_that_is_not_finite_ends_the_run_without_it(
         assert all(tensor.isfinite().all() for tensor in checkpoint.tensors("model").values())
 
 
-def test_a_first_step_that_is_not_finite_is_not_put_down_to_the_learning_rate(run):
-    FlowThatBreaks.losses.clear()
-    with pytest.raises(FloatingPointError, match=r"step 1: .*no weight has changed yet"):
-        run("run", "objective=flow_that_breaks", "objective.at=1")
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd_for_tests"])
 def test_a_step_that_is_not_finite_changes_nothing(optimizer):
     """Neither weights nor moments nor averages; the last optimizer knows no `found_inf`."""
@@ -263,13 +257,6 @@ def tensors_of(state):
     return {**state.parameters, **moments, **averages}
 
 
-@register("guidance", "gives_a_number")
-@dataclass(frozen=True)
-class GivesANumber:
-    def dx_dt(self, batch):
-        return lambda x, level: batch.dx_dt()(x, level).mean()
-
-
 @register("guidance", "fails")
 @dataclass(frozen=True)
 class Fails:
@@ -282,18 +269,14 @@ class Fails:
     [
         (["routing.start=9", "routing.end=11"], "start=9.*4 blocks"),
         (["backbone.patch_size=3"], r"input_size=\(8, 8\).*patch_size=3"),
-        (["training.batch_size=4096"], "batch_size=4096"),
         (["training.precision=fp16"], "precision=fp16"),
         (["guidance=path_drop"], "guidance.drop_path.*routing=sprint"),
         (["routing.warm_start=0.5", "routing.dense_tail=0.45", "training.num_steps=2"],
          "leave none of training.num_steps=2"),
         (["guidance=cfg", "guidance.channels=99"], r"guidance\.channels=99.* 1"),
-        (["routing.selector={name: blocks, size: 5}"], "size=5.*4x4"),
-        (["guidance=gives_a_number"], "guidance=gives_a_number"),
         (["guidance=fails"], "guidance=fails.*KeyError"),
         (["resume=/nowhere"], "there is no /nowhere"),
         (["data=npz", "data.path=/nowhere.npz"], "/nowhere.npz"),
-        (["plugins=[no_such_module]"], "no_such_module"),
     ],
 )  # fmt: skip
 def test_bad_settings_raise_before_anything_is_written(run, tmp_path, overrides, words):

@@ -4,8 +4,6 @@ The device `meta` stands in for the GPU. Its tensors have no values, so reading 
 value or a length from them raises an error. Copies from the host are refused by these tests.
 """
 
-import ctypes
-import resource
 from dataclasses import dataclass
 
 import pytest
@@ -20,7 +18,7 @@ from tests.data.tables import write_features
 from tests.small_run import parts_of, settings
 from tread_zoo import create_backbone
 from tread_zoo.registry import available, create, register
-from tread_zoo.runtime import keep_freed_memory, set_float32_products
+from tread_zoo.runtime import set_float32_products
 from tread_zoo.training.ema import WeightAverage, exponential_decay
 from tread_zoo.training.loop import optimize
 from tread_zoo.training.meters import Window
@@ -191,14 +189,3 @@ def test_products_of_float32_in_half_precision_runs_are_tf32(device, precision, 
         assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_memory_that_a_run_on_a_cpu_frees_is_its_own_at_the_next_step():
-    keep_freed_memory(torch.device("cpu"))
-    pages = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        len(b"1" * 2**24)  # allocated, written and freed
-        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    assert pages[-1] < 100, "2^12 pages are taken from the system again"

@@ -82,15 +82,9 @@ def test_accelerate_prepares_saves_and_resumes(tmp_path):
     assert torch.equal(run(network, inputs), expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(FLUX, marks=pytest.mark.slow),
-        *(
-            pytest.param(f"{name}Transformer{kind}DModel", marks=pytest.mark.nightly)
-            for name, kind in (("LTXVideo", 3), ("QwenImage", 2), ("Wan", 3))
-        ),
-    ],
+    "name", [FLUX, *(f"{n}DModel" for n in ("LTXVideoTransformer3", "QwenImageTransformer2"))]
 )
 def test_compiled_blocks_have_no_break(name):
     network = build(name)
@@ -135,7 +129,7 @@ def one_of_two(rank, port, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_draw_and_learn_as_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
