@@ -74,17 +74,9 @@ def tools(target: str) -> None:
         pytest.skip(f"Triton has no NVIDIA tools here: {error}")
 
 
-TARGETS = ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"]
-
-
 @needs_triton
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(t, marks=getattr(pytest.mark, "slow" if t == "sm_90" else "nightly"))
-        for t in TARGETS
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
 @pytest.mark.parametrize(
     ("op", "shape"), [(WKV, (32, 19, 768)), (SCAN, (32, 16, 768, 16, 1))], ids=["wkv", "scan"]
 )

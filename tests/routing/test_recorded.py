@@ -15,13 +15,11 @@ from tread_zoo.training.meters import Window
 from tread_zoo.training.setup import build_setup, make_accelerator, to_devices
 
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text())
-CASES = [  # each method on one row, the rows in turn; on all of them nightly
-    pytest.param(
-        method, row, marks=pytest.mark.slow if (i - j) % 4 == 0 else pytest.mark.nightly
-    )
-    for i, (method, case) in enumerate(RECORDED.items())
-    for j, row in enumerate(case["rows"])
-]  # fmt: skip
+CASES = [
+    pytest.param(method, row, marks=pytest.mark.slow if row == "dit" else pytest.mark.nightly)
+    for method, case in RECORDED.items()
+    for row in case["rows"]
+]
 
 
 @pytest.mark.parametrize(("method", "row"), CASES)
