@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.kernels.ops import OPS
-from tests.processes import run_python
 from tread_zoo.kernels import describe, dispatch, get_forms, packages, set_form, set_forms
 from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS
 from tread_zoo.kernels.launch import TRITON
@@ -157,21 +154,3 @@ def test_auto_says_once_why_it_left_a_fused_form(monkeypatch, caplog) -> None:
     assert [record.message for record in caplog.records if "triton" in record.message] == [
         "selective_scan: triton not used: 65 states, more than 64"
     ]
-
-
-@pytest.mark.slow
-def test_the_kernels_run_without_any_optional_package() -> None:
-    code = """
-import sys
-
-for package in ("mamba_ssm", "causal_conv1d", "fla", "triton"):
-    sys.modules[package] = None
-import tread_zoo.kernels
-assert "torch._dynamo" not in sys.modules
-from tests.kernels.ops import OPS
-for op in OPS.values():
-    op.public(*op.inputs(), *op.rest())
-"""
-    root = Path(__file__).parents[2]
-    done = run_python("-c", code, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, fresh=True)
-    assert done.returncode == 0, done.stderr
