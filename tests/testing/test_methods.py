@@ -16,13 +16,14 @@ EVERY_METHOD = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.k
 ALIKE = ("none", "random_ltd", "microdit", "tread_falling")  # their crossings are those of tread
 
 
+def marks(method, check):
+    if check != "compiles":
+        return ()
+    return pytest.mark.nightly if method in ALIKE else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("method", "check"),
-    [
-        pytest.param(m, c, marks=pytest.mark.nightly if c == "compiles" and m in ALIKE else ())
-        for m in METHODS
-        for c in CHECKS
-    ],
+    ("method", "check"), [pytest.param(m, c, marks=marks(m, c)) for m in METHODS for c in CHECKS]
 )
 def test_method(method, check):
     CHECKS[check](MethodProbe(METHODS[method], Probe("dit_tiny", overrides=QUICK)))
