@@ -12,6 +12,7 @@ import markdown
 import pytest
 import torch
 
+from tests.processes import ROOT, run_python
 from tests.published.tensors import theirs
 from tests.small_run import train_small
 from tread_zoo import load_pretrained, save_pretrained
@@ -54,6 +55,20 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
         "checkpoint=someone/digits", "euler 2 steps",
     ):  # fmt: skip
         assert said in text, said
+
+
+def test_guided_samples_are_shown_with_their_settings(run, tmp_path):
+    """A grid of one class alone is not shown."""
+    other = shutil.copytree(run, tmp_path / "other")
+    for given in ("guidance.scale=1.5", "guidance.scale=3 label=1"):
+        words = [f"checkpoint={other}", "num_images=10", "device=cpu", *given.split()]
+        done = run_python(ROOT / "scripts/sample.py", *words)
+        assert done.returncode == 0, done.stderr
+    pushed = write_model_folder(other)
+    assert {path.name for path in pushed.glob("*.png")} == {"samples.png", "samples_2.png"}
+    text = (pushed / "README.md").read_text()
+    assert "Samples by euler 2 steps, cfg guidance 1.5, 4 evaluations" in text
+    assert "![Samples](samples_2.png)" in text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ config.json          the checkpoint's metadata, without this machine's paths
 model.safetensors    the weights, by default averaged ones
 README.md            the model card: recipe, FLOPs, scores with their protocol, licence
 samples.png          samples of the same step, if the run has some
+samples_2.png …      samples that tread-zoo sample made in the run's folder, such as guided ones
 """
 
 import json
@@ -19,8 +20,9 @@ from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import bookkeeping_fields
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data.files import printable, without_paths, write_text
-from tread_zoo.evaluation.evaluate import describe_record
+from tread_zoo.evaluation.evaluate import describe_record, describe_sampling
 from tread_zoo.evaluation.features import INCEPTION
+from tread_zoo.evaluation.sample_folder import RECORD
 from tread_zoo.registry import create
 from tread_zoo.routing import Stack
 from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint, load_backbone
@@ -75,6 +77,9 @@ def write_model_folder(
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
+    grids = _grids(run, step=checkpoint.step, weights=weights)
+    for number, (grid, _) in enumerate(grids, 2):
+        shutil.copyfile(grid, folder / f"samples_{number}.png")
     records = _records(run, step=checkpoint.step, weights=weights)
     name = repo or without_paths(str(out or run))
     data = metadata.get("data", {}).get("name", "unknown")
@@ -92,6 +97,7 @@ def write_model_folder(
     )  # fmt: skip
     card = ModelCard.from_template(
         header, template_path=str(TEMPLATE), name=as_markdown(name), has_picture=picture.exists(),
+        grids=[as_markdown(words) for _, words in grids],
         checkpoint=printable(shlex.quote(f"checkpoint={name}")),
         quoted_name=json.dumps(name, ensure_ascii=False),
         license=as_markdown(license or "Not stated."),
@@ -109,6 +115,18 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
     files = sorted(run.glob("score*.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return [each for each in records if scored.items() <= each["protocol"].items()]
+
+
+def _grids(run: Path, *, step: int, weights: str) -> list[tuple[Path, str]]:
+    """Return the grids that tread-zoo sample made in the run's folder at this step, each with the
+    settings of its sampling. Grids of one class, of prompts or of contexts are left out."""
+    shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, []
+    for grid in sorted(run.glob("generated/*_grid.png")):
+        file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if shown.items() <= record["settings"].items() and "prompt" not in record["settings"]:
+            found.append((grid, describe_sampling({**record, **record["settings"]})))
+    return found
 
 
 def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
