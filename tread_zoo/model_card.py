@@ -77,9 +77,7 @@ def write_model_folder(
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
-    grids = _grids(run, step=checkpoint.step, weights=weights)
-    for number, (grid, _) in enumerate(grids, 2):
-        shutil.copyfile(grid, folder / f"samples_{number}.png")
+    grids = _copy_grids(run, folder, step=checkpoint.step, weights=weights)
     records = _records(run, step=checkpoint.step, weights=weights)
     name = repo or without_paths(str(out or run))
     data = metadata.get("data", {}).get("name", "unknown")
@@ -97,10 +95,9 @@ def write_model_folder(
     )  # fmt: skip
     card = ModelCard.from_template(
         header, template_path=str(TEMPLATE), name=as_markdown(name), has_picture=picture.exists(),
-        grids=[as_markdown(words) for _, words in grids],
+        grids=list(map(as_markdown, grids)), license=as_markdown(license or "Not stated."),
         checkpoint=printable(shlex.quote(f"checkpoint={name}")),
         quoted_name=json.dumps(name, ensure_ascii=False),
-        license=as_markdown(license or "Not stated."),
         recipe={k: as_markdown(v) for k, v in _recipe(checkpoint, backbone, weights).items()},
         scores=[
             "\n".join(map(printable, describe_record(without_paths(record)))) for record in records
@@ -117,15 +114,16 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
     return [each for each in records if scored.items() <= each["protocol"].items()]
 
 
-def _grids(run: Path, *, step: int, weights: str) -> list[tuple[Path, str]]:
-    """Return the grids that tread-zoo sample made in the run's folder at this step, each with the
-    settings of its sampling. Grids of one class, of prompts or of contexts are left out."""
-    shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, []
+def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
+    """Return the settings of sampling of each grid that tread-zoo sample made in the run's folder
+    at this step, copied to `folder`. Those of one class, prompts or contexts are left out."""
+    shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, list[str]()
     for grid in sorted(run.glob("generated/*_grid.png")):
         file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD
         record = json.loads(file.read_text(encoding="utf-8"))
         if shown.items() <= record["settings"].items() and "prompt" not in record["settings"]:
-            found.append((grid, describe_sampling({**record, **record["settings"]})))
+            found.append(describe_sampling({**record, **record["settings"]}))
+            shutil.copyfile(grid, folder / f"samples_{len(found) + 1}.png")
     return found
 
 
