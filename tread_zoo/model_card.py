@@ -111,7 +111,10 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
     """Return the scores of a run whose protocol has the entries `scored`."""
     files = sorted(run.glob("score*.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return [each for each in records if scored.items() <= each["protocol"].items()]
+    records = [each for each in records if scored.items() <= each["protocol"].items()]
+    for record in records[1:]:
+        record.pop("contributions", None)  # the network's, as in the first record
+    return records
 
 
 def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
