@@ -351,20 +351,20 @@ def test_real_images_lie_beside_samples_of_their_classes(run, tmp_path, num_clas
 
 
 def test_what_is_said_before_the_folder_is_there_is_in_the_log(run, tmp_path):
-    """What the data leaves out, transparency, and a route that does not fit."""
+    """What the data leaves out, and a route that does not fit."""
     for number in range(20):
         folder = tmp_path / "own" / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGBA", (8, 8)).save(folder / f"{number}.png")
-    (tmp_path / "own" / "a" / "notes.txt").write_text("no picture")
+        Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
+    (tmp_path / "own" / "a" / "notes.md").write_text("no picture")
     logging.getLogger("tread_zoo").setLevel(logging.NOTSET)
     folder = run(
         "run", "data=image_folder", f"data.path={tmp_path / 'own'}", "evaluation.metrics=[]"
     )
     text = (folder / "train.log").read_text()
-    for word in ("ignored ", "alpha ", "routing: "):
+    for word in ("ignored ", "routing: "):
         assert text.count(f"  {word}") == 1, word
-    assert text.index("  alpha ") < text.index("  backbone ")
+    assert text.index("  ignored ") < text.index("  backbone ")
 
 
 @pytest.mark.parametrize("part", ["train", "held_out"])

@@ -122,10 +122,7 @@ class ArrowTable:
         if not self.in_bucket:
             try:
                 return read_rows(file)
-            except (
-                OSError,
-                ValueError,
-            ) as error:
+            except (OSError, ValueError) as error:
                 raise Unavailable(f"{file} cannot be read: {error}") from error
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
