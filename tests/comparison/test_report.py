@@ -317,6 +317,18 @@ def test_the_page_needs_no_other_file_and_begins_with_the_answer(page):
     }  # fmt: skip
 
 
+def test_settings_of_one_cost_are_ranked_in_a_figure(tmp_path):
+    for backbone, level in (("dit_tiny", 2.0), ("mamba_tiny", 1.0), ("rwkv_tiny", 3.0)):
+        for seed in range(2):
+            write_run(tmp_path / "runs" / f"{backbone}_{seed}", backbone=backbone, seed=seed,
+                      values={"fid": level + 0.1 * seed})  # fmt: skip
+    report(tmp_path, drawn=True)
+    root = ElementTree.parse(tmp_path / "out" / "figures" / "ranking.svg").getroot()
+    names = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    ranked = ["mamba_tiny dense", "dit_tiny dense", "rwkv_tiny dense"]
+    assert [name for name in reversed(names) if name in ranked] == ranked, "from the bottom up"
+
+
 def test_figures_are_files_too_and_their_parts_can_be_hidden(page):
     text, files = page.read_text(), page.parent / "figures"
     names = {path.stem for path in files.iterdir()}

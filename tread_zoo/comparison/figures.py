@@ -19,6 +19,7 @@ import pandas as pd
 from tread_zoo.comparison.findings import (
     COSTS,
     Setting,
+    direction,
     metric_label,
     metric_with_arrow,
     short_names,
@@ -142,6 +143,30 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
     axes.set_ylabel(metric_with_arrow(y))
     if len({look.name for look in style.values()}) <= len(COLOURS):
         _name_points(axes, {style[label]: point for label, point in reversed(points.items())})
+    return figure
+
+
+def draw_ranking(settings: Sequence[Setting], metric: str) -> "Figure":
+    """Return a plot of a score with one row per setting, best on top: for settings of one cost.
+    Small points are runs, a large one their mean, and a line is its interval."""
+    scores = {s.label: s.runs[metric].dropna().tolist() for s in settings}
+    worst_first = direction(metric) != "higher"
+    means = {label: interval(values) for label, values in scores.items() if values}
+    ranked = sorted(means, key=lambda label: means[label].mean, reverse=worst_first)
+    figure, axes = _new_figure((5.8, 0.8 + 0.32 * len(ranked)))
+    style, names = looks(settings), short_names(settings)
+    for row, label in enumerate(ranked):
+        look, mean = style[label], means[label]
+        title = f"{label}: {metric_label(metric)} {mean.in_brackets()}"
+        axes.plot(scores[label], [row] * mean.n, **look.options(ls="", marker=".", alpha=0.45))
+        if mean.n > 1:
+            axes.plot((mean.low, mean.high), (row, row), **look.options(title, marker="", ls="-"))
+        axes.plot(mean.mean, row, **look.options(title, ms=7, mew=1.6))
+    if means:
+        points = [interval([value]) for values in scores.values() for value in values]
+        axes.set_xlim(*Axis.over([*means.values(), *points], means[ranked[0]].mean))
+    axes.set_yticks(range(len(ranked)), [names[label] for label in ranked], parse_math=False)
+    axes.set_xlabel(metric_with_arrow(metric))
     return figure
 
 

@@ -136,8 +136,8 @@ def _figures(
     by_sample: bool,
 ) -> "dict[str, Figure]":
     """Return the figures by name: routed minus dense during training for each pair, the `plane` of
-    precision and recall, `quality` against cost, and curves of metrics that all runs scored during
-    training. The first of `metrics` decides."""
+    precision and recall, `quality` against cost (or a `ranking` if all cost the same), and curves
+    of metrics that all runs scored during training. The first of `metrics` decides."""
     figures: dict[str, Figure] = {}
     style, main = draw.looks(settings), metrics[0]
     pairs = {}
@@ -153,7 +153,11 @@ def _figures(
     if {"precision", "recall"} <= set(metrics):
         figures["plane"] = draw.draw_plane(settings, "precision", "recall", arrows=not by_sample)
     cost = "flops_per_sample" if by_sample else "flops"
-    figures["quality"] = draw.draw_plane(settings, main, cost, arrows=not by_sample)
+    spent = pd.concat([setting.runs[cost] for setting in settings])
+    if spent.max() < 1.01 * spent.min():
+        figures["ranking"] = draw.draw_ranking(settings, main)
+    else:
+        figures["quality"] = draw.draw_plane(settings, main, cost, arrows=not by_sample)
     for metric in () if by_sample else metrics:
         lines = {s.label: (style[s.label], findings.curve(s, curves, metric)) for s in settings}
         if all(len(table) > 1 for _, table in lines.values()):
@@ -162,10 +166,11 @@ def _figures(
 
 
 def _save_figures(figures: "Mapping[str, Figure]", settings: Sequence[Setting], out: Path) -> None:
-    figures["quality"].savefig(out / "quality.png", dpi=120, facecolor="white")
+    main = figures.get("quality") or figures["ranking"]
+    main.savefig(out / "quality.png", dpi=120, facecolor="white")
     (out / "figures").mkdir(exist_ok=True)
     for name, figure in figures.items():
-        if not name.startswith("difference"):
+        if not name.startswith(("difference", "ranking")):
             draw.add_legend(figure, settings)
         file = re.sub(r"[^\w.=-]+", "_", without_paths(name)) + ".svg"
         write_text(out / "figures" / file, draw.as_svg(figure, name, alone=True))
@@ -273,7 +278,7 @@ def _markdown(
             table = (header, ["---"] * len(header), *rows)
             lines += [*("| " + " | ".join(map(as_markdown, cells)) + " |" for cells in table), ""]
         if not number:
-            lines += ["![quality against FLOPs](quality.png)", ""]
+            lines += ["![quality and cost](quality.png)", ""]
     lines += [f"- {as_markdown(note)}" for note in notes]
     if command:
         fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", f"`{command}")))
