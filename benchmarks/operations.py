@@ -83,9 +83,9 @@ def make_case(op: str, length: int, rate: float, batch: int, args: argparse.Name
     tokens, heads = length - int(length * rate), max(1, args.width // args.head_size)
     dtype = getattr(torch, args.dtype)
     case = get_example(op, args.device, dtype, (batch, tokens, heads, args.head_size))
-    return (
-        case if rate else [x if is_float(x) or isinstance(x, (int, float)) else None for x in case]
-    )
+    if rate:
+        return case
+    return [x if is_float(x) or isinstance(x, int | float) else None for x in case]
 
 
 def is_float(x: Any) -> bool:

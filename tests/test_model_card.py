@@ -58,9 +58,9 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
 
 
 def test_guided_samples_are_shown_with_their_settings(run, tmp_path):
-    """A grid of one class alone is not shown."""
+    """One grid per setting; a grid of one class alone is not shown."""
     other = shutil.copytree(run, tmp_path / "other")
-    for given in ("guidance.scale=1.5", "guidance.scale=3 label=1"):
+    for given in ("guidance.scale=1.5", "guidance.scale=1.5 seed=1", "guidance.scale=3 label=1"):
         words = [f"checkpoint={other}", "num_images=10", "device=cpu", *given.split()]
         done = run_python(ROOT / "scripts/sample.py", *words)
         assert done.returncode == 0, done.stderr

@@ -209,8 +209,8 @@ def errors_in_one_line(
         if sweeping and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             logger.error("error: %s", error)
             raise
-        text = " ".join(str(error).split("\n"))
-        print(f"error: {without_credentials(text)}", file=sys.stderr)
+        text = without_credentials(str(error)).replace("\n", " ")
+        print(f"error: {text}", file=sys.stderr)
         sys.exit(status)
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)

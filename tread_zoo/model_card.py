@@ -59,7 +59,7 @@ def write_model_folder(
         CheckpointError: there is no checkpoint, or its weights do not fit or are not finite.
         ValueError: `out` is the folder of a run, or the licence cannot be given.
     """
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub import ModelCard
 
     checkpoint = find_checkpoint(path)
     backbone = load_backbone(checkpoint, weights)
@@ -80,19 +80,7 @@ def write_model_folder(
     grids = _copy_grids(run, folder, step=checkpoint.step, weights=weights)
     records = _records(run, step=checkpoint.step, weights=weights)
     name = repo or without_paths(str(out or run))
-    data = metadata.get("data", {}).get("name", "unknown")
-    source = checkpoint.meta["config"].get("data", {})
-    on_hub = source.get("name") == "hf" and not Path(source["path"]).expanduser().exists()
-    task = _task(checkpoint, backbone)
-    header = ModelCardData(
-        license=license, library_name="tread-zoo", tags=["diffusion", "token-routing", task],
-        datasets=[source["path"]] if on_hub and not Path(source["path"]).is_absolute() else None,
-        model_name=name.rpartition("/")[2],
-        eval_results=[
-            EvalResult(task, data, data, _metric_type(metric, record), float(f"{value:.3g}"))
-            for record in records[:1] for metric, value in record["values"].items()
-        ] or None,
-    )  # fmt: skip
+    header = _header(checkpoint, backbone, records[:1], name, license)
     card = ModelCard.from_template(
         header, template_path=str(TEMPLATE), name=as_markdown(name), has_picture=picture.exists(),
         grids=list(map(as_markdown, grids)), license=as_markdown(license or "Not stated."),
@@ -118,16 +106,44 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 
 def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
-    """Return the settings of sampling of each grid that tread-zoo sample made in the run's folder
-    at this step, copied to `folder`. Those of one class, prompts or contexts are left out."""
+    """Copy the grids that tread-zoo sample made of this step in the run's folder to `folder`, one
+    for each setting of sampling, and return these settings. Grids of one class, of prompts or of
+    contexts are left out."""
     shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, list[str]()
     for grid in sorted(run.glob("generated/*_grid.png")):
         file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD
         record = json.loads(file.read_text(encoding="utf-8"))
-        if shown.items() <= record["settings"].items() and "prompt" not in record["settings"]:
-            found.append(describe_sampling({**record, **record["settings"]}))
+        words = describe_sampling({**record, **record["settings"]})
+        is_shown = shown.items() <= record["settings"].items() and words not in found
+        if is_shown and "prompt" not in record["settings"]:
+            found.append(words)
             shutil.copyfile(grid, folder / f"samples_{len(found) + 1}.png")
     return found
+
+
+def _header(
+    checkpoint: Checkpoint,
+    backbone: Backbone,
+    records: list[dict[str, Any]],
+    name: str,
+    license: str | None,
+) -> Any:
+    """Return what the hub reads of a card, a `huggingface_hub.ModelCardData`."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    data = without_paths(checkpoint.data).get("name", "unknown")
+    source = checkpoint.meta["config"].get("data", {})
+    on_hub = source.get("name") == "hf" and not Path(source["path"]).expanduser().exists()
+    task = _task(checkpoint, backbone)
+    return ModelCardData(
+        license=license, library_name="tread-zoo", tags=["diffusion", "token-routing", task],
+        datasets=[source["path"]] if on_hub and not Path(source["path"]).is_absolute() else None,
+        model_name=name.rpartition("/")[2],
+        eval_results=[
+            EvalResult(task, data, data, _metric_type(metric, record), float(f"{value:.3g}"))
+            for record in records for metric, value in record["values"].items()
+        ] or None,
+    )  # fmt: skip
 
 
 def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:

@@ -105,7 +105,7 @@ def test_an_invisible_colour_never_shows(tmp_path, kind):
 
 def test_a_background_that_is_no_colour(tmp_path):
     write(tmp_path, 1)
-    with pytest.raises(ValueError, match="whte"):
+    with pytest.raises(ValueError, match=r"background.*whte"):
         trained_on(tmp_path, background="whte")
 
 

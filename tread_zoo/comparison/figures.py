@@ -150,9 +150,9 @@ def draw_ranking(settings: Sequence[Setting], metric: str) -> "Figure":
     """Return a plot of a score with one row per setting, best on top: for settings of one cost.
     Small points are runs, a large one their mean, and a line is its interval."""
     scores = {s.label: s.runs[metric].dropna().tolist() for s in settings}
-    worst_first = direction(metric) != "higher"
     means = {label: interval(values) for label, values in scores.items() if values}
-    ranked = sorted(means, key=lambda label: means[label].mean, reverse=worst_first)
+    best_is_high = direction(metric) == "higher"
+    ranked = sorted(means, key=lambda label: means[label].mean, reverse=not best_is_high)
     figure, axes = _new_figure((5.8, 0.8 + 0.32 * len(ranked)))
     style, names = looks(settings), short_names(settings)
     for row, label in enumerate(ranked):

@@ -154,7 +154,7 @@ def _figures(
         figures["plane"] = draw.draw_plane(settings, "precision", "recall", arrows=not by_sample)
     cost = "flops_per_sample" if by_sample else "flops"
     spent = pd.concat([setting.runs[cost] for setting in settings])
-    if spent.max() < 1.01 * spent.min():
+    if spent.max() <= spent.min() * (1 + findings.SAME):
         figures["ranking"] = draw.draw_ranking(settings, main)
     else:
         figures["quality"] = draw.draw_plane(settings, main, cost, arrows=not by_sample)
@@ -166,8 +166,8 @@ def _figures(
 
 
 def _save_figures(figures: "Mapping[str, Figure]", settings: Sequence[Setting], out: Path) -> None:
-    main = figures.get("quality") or figures["ranking"]
-    main.savefig(out / "quality.png", dpi=120, facecolor="white")
+    picture = figures.get("quality") or figures["ranking"]
+    picture.savefig(out / "quality.png", dpi=120, facecolor="white")
     (out / "figures").mkdir(exist_ok=True)
     for name, figure in figures.items():
         if not name.startswith(("difference", "ranking")):

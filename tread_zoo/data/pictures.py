@@ -2,11 +2,11 @@
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
+from pydantic import AfterValidator, PositiveInt
 from torch import Tensor
 
 from tread_zoo.data.folders import picture_formats
@@ -14,6 +14,18 @@ from tread_zoo.data.folders import picture_formats
 if TYPE_CHECKING:
     from PIL import Image
 
+
+def _check_colour(name: str) -> str:
+    from PIL import ImageColor
+
+    try:
+        ImageColor.getrgb(name)
+    except ValueError as error:
+        raise ValueError(f"data.background: {error}; give a name, as white, or '#rrggbb'") from None
+    return name
+
+
+Background = Annotated[str, AfterValidator(_check_colour)]  # a colour's name, or #rrggbb
 Colour = tuple[int, int, int, int]
 WHITE: Colour = (255, 255, 255, 255)
 Size = tuple[PositiveInt, PositiveInt]  # H, W

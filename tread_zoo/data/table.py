@@ -31,7 +31,7 @@ from tread_zoo.data.labels import (
     nfc,
     read_labels,
 )
-from tread_zoo.data.pictures import Colour, Crop, Size, open_picture, read_picture
+from tread_zoo.data.pictures import Background, Colour, Crop, Size, open_picture, read_picture
 from tread_zoo.data.split import evenly_spaced, split_data
 from tread_zoo.data.text import Captions, caption_key, find_captions, with_contexts
 from tread_zoo.errors import unknown_name
@@ -123,7 +123,7 @@ class Pictures:
     text_encoder: str | None = None
     text_length: PositiveInt | None = None
     context_length: PositiveInt | None = None
-    background: str = "white"
+    background: Background = "white"
     crop: Crop = "center"
 
     def data_of(

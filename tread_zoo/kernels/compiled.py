@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-TIMEOUT = 60  # seconds that a compiler may take; it takes one or two on an idle machine
+TIMEOUT = 60  # seconds that a compiler may take; recurrence.c, the longest, takes 4
 RETRY = 3600  # seconds after which a compiler that hung is tried again
 HEADER = Path(__file__).with_name("vectors.h")  # headers that the C files include
 CPU_INFO = Path("/proc/cpuinfo")

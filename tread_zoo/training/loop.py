@@ -363,7 +363,7 @@ def _features_of(
 def draw_step(
     setup: Setup, batch: tuple[Tensor, ...], step: int, rank: int, device: torch.device
 ) -> Drawn:
-    """Return all that the loss of a micro-step needs, drawn at random where it is.
+    """Return all that the loss of a micro-step needs, with its random choices.
 
     The random numbers of image i depend only on (seed, step, i), with i counted over all ranks. A
     rank draws them for its own images, so images get the same numbers on any number of ranks.

@@ -10,13 +10,15 @@ B batch, N tokens, M targets, K tokens after merging, E extra tokens, D width.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from tread_zoo.contract.crossing import Crossing, Exit, Tokens
-from tread_zoo.fields import Auto, Fraction
+from tread_zoo.fields import Auto
 from tread_zoo.registry import register
 from tread_zoo.routing.method import Crossings, Method, Stack, Step, make_selector
 from tread_zoo.seeding import ImageGenerator
@@ -41,7 +43,7 @@ class TokenMerging(Method):
 
     start: Auto | int = "auto"
     end: Auto | int = "auto"
-    rate: Fraction = 0.5
+    rate: Annotated[float, Field(ge=0, le=1 - TARGETS)] = 0.5
 
     drawn = False
     for_any = True
@@ -54,7 +56,9 @@ class TokenMerging(Method):
         if num_kept == stack.num_tokens:
             return ()
         if num_kept < num_targets:
-            raise ValueError(f"token_merging merges at most 0.75 of the tokens, not {rate:g}.")
+            raise ValueError(
+                f"token_merging merges at most {1 - TARGETS} of the tokens, not {rate:g}."
+            )
         targets = make_selector("structured")(len(images.keys), stack.grid, num_targets, images)
         return (Merge(*stack.span(self.start, self.end), targets, num_kept),)
 
