@@ -32,6 +32,7 @@ RECURRENCES = {  # their inputs as the one operator takes them: q, k, v, a, b, b
     "kda": lambda q, k, v, beta, g: (q, k, v, None, None, beta, g),
     "dplr_delta_rule": lambda q, k, v, a, b, g: (q, k, v, a, b, None, g),
 }
+ONE = "long long one(const void *given, long long begin, long long end) { return 0; }\n"
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, COMPILERS)), reason="needs a C compiler"
 )
@@ -182,7 +183,7 @@ def cc(tmp_path, monkeypatch):
 def source(tmp_path):
     """Return a small C file that compiles fast."""
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "one.c").write_text("long long one(void) { return 1; }\n")
+    (tmp_path / "source" / "one.c").write_text(ONE)
     return tmp_path / "source" / "one.c"
 
 
@@ -211,12 +212,30 @@ def test_a_compiler_that_hangs_is_stopped_and_remembered(tmp_path, cc, monkeypat
 
 
 @needs_compiler
+def test_without_openmp_threads_of_python_share_the_jobs(cc, tmp_path, monkeypatch) -> None:
+    found = next(filter(None, map(shutil.which, COMPILERS)))
+    path = os.environ["PATH"]
+    cc(f"case $* in *-fopenmp*) exit 1;; esac\nPATH={path} exec {found} $*\n".encode())
+    file = tmp_path / "two.c"
+    file.write_text(
+        "long long two(float *const *x, long long begin, long long end) "
+        "{ for (; begin < end; begin++) x[0][begin] = begin + 1; return end == 5; }"
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    source, x = CompiledSource(file), torch.zeros(5)
+    source.share("two", x, jobs=4)
+    assert x.tolist() == [1, 2, 3, 4, 0]
+    with pytest.raises(MemoryError):
+        source.share("two", x, jobs=5)
+
+
+@needs_compiler
 def test_a_cache_that_cannot_be_written_is_not_needed(
     tmp_path, monkeypatch, caplog, source
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert CompiledSource(source)("one") == 1
+    CompiledSource(source).share("one", jobs=1)
     assert "temporary folder" in caplog.text
 
 
@@ -239,12 +258,12 @@ def test_machines_that_share_a_home_do_not_share_a_library(tmp_path, monkeypatch
         [("A", "avx2", 1), ("A", "avx2 avx512f", 1), ("B", "avx2", 1), ("B", "avx2", 2)], 1
     ):
         cpu.write_text(f"model name\t: {model}\nflags\t: {flags}\ncpu MHz\t: {speed}\n\nflags:\n")
-        assert CompiledSource(source)("one") == 1
+        CompiledSource(source).share("one", jobs=1)
         assert len(libraries(tmp_path / "cache")) == min(number, 3), "a clock rate is no CPU"
     cpu.write_text("nothing known")  # then the machine's name identifies it
     for name in ("left", "right"):
         monkeypatch.setattr(compiled.platform, "node", lambda name=name: name)
-        assert CompiledSource(source)("one") == 1
+        CompiledSource(source).share("one", jobs=1)
     assert len(libraries(tmp_path / "cache")) == 5
 
 
@@ -269,7 +288,7 @@ EVIL = """
 #include <stdio.h>
 #include <stdlib.h>
 __attribute__((constructor)) static void run(void) { fclose(fopen(getenv("MARK"), "w")); }
-long long one(void) { return 1; }
+long long one(const void *given, long long begin, long long end) { return 0; }
 """
 
 
@@ -306,7 +325,7 @@ def test_code_that_another_user_could_plant_is_not_run(
     path = os.environ["PATH"]
     (tmp_path / "evil.c").write_text(EVIL)
     cc(f'PATH="{path}" exec {real} -shared -fPIC -o "$7" {tmp_path}/evil.c\n'.encode())
-    assert CompiledSource(source)("one") == 1
+    CompiledSource(source).share("one", jobs=1)
     assert mark.exists(), "the compiler of this test makes what it is to make"
     mark.unlink()
     monkeypatch.setenv("PATH", path)
@@ -316,7 +335,7 @@ def test_code_that_another_user_could_plant_is_not_run(
     (library,) = libraries(tmp_path / "planted")
     if spoil is not None:
         spoil(library if which == "file" else library.parent)
-    assert CompiledSource(source)("one") == 1
+    CompiledSource(source).share("one", jobs=1)
     assert mark.exists() == (spoil is None)
     assert ("temporary folder" in caplog.text) == (spoil is not None and which == "folder")
 
@@ -326,7 +345,7 @@ def test_a_relative_cache_folder_is_ignored(tmp_path, monkeypatch, source) -> No
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert CompiledSource(source)("one") == 1
+    CompiledSource(source).share("one", jobs=1)
     assert not (tmp_path / "here").exists()
     (library,) = libraries(tmp_path / "home" / ".cache")
     assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+OPENMP = "-fopenmp"  # Apple's clang, for one, refuses it
 TIMEOUT = 60  # seconds that a compiler may take; recurrence.c, the longest, takes 4
 RETRY = 3600  # seconds after which a compiler that hung is tried again
 HEADER = Path(__file__).with_name("vectors.h")  # headers that the C files include
@@ -58,19 +60,7 @@ class CompiledSource:
                 self._problem = str(error)
         return self._problem
 
-    def __call__(self, name: str, *args: bytes | int) -> int:
-        """Return what a C function returns for a struct and integers.
-
-        Raises:
-            RuntimeError: there is no library.
-        """
-        if (problem := self.problem()) is not None:
-            raise RuntimeError(f"{self.source.name}: {problem}")
-        function = getattr(self._library, name)
-        function.restype = ctypes.c_int64
-        return function(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in args))
-
-    def share(self, name: str, *fields: Tensor | float | None, jobs: int = 1) -> None:
+    def share(self, name: str, *fields: Tensor | float | None, jobs: int) -> None:
         """Call `name(struct of fields, first job, job after the last)` on as many threads as torch
         has, each with its share of the jobs.
 
@@ -78,25 +68,27 @@ class CompiledSource:
             RuntimeError: there is no library.
             MemoryError: there is no memory for intermediate values.
         """
-        given = _pack(fields)
-        num = min(torch.get_num_threads(), jobs)
-        ends = [jobs * i // num for i in range(num + 1)]
-
-        def call(first: int, last: int) -> None:
-            if self(name, given, first, last):
-                raise MemoryError(f"{self.source.name}: no memory is left")
-
+        if (problem := self.problem()) is not None:
+            raise RuntimeError(f"{self.source.name}: {problem}")
+        compute = getattr(self._library, name)
+        compute.restype = ctypes.c_int64
+        given, num = _pack(fields), min(torch.get_num_threads(), jobs)
+        ends = [ctypes.c_int64(jobs * i // num) for i in range(num + 1)]
         if num == 1:
-            call(0, jobs)
-            return
-        with ThreadPoolExecutor(num) as pool:  # ctypes releases Python's global lock
-            list(pool.map(call, ends[:-1], ends[1:]))
+            failed = compute(given, *ends)
+        elif hasattr(self._library, "share"):
+            failed = self._library.share(compute, given, ends[-1], ctypes.c_int64(num))
+        else:
+            with ThreadPoolExecutor(num) as pool:  # ctypes releases Python's global lock
+                failed = any(pool.map(partial(compute, given), ends[:-1], ends[1:]))
+        if failed:
+            raise MemoryError(f"{self.source.name}: no memory is left")
 
     def _load(self) -> ctypes.CDLL:
         if os.name != "posix":
             raise RuntimeError("it is for Linux and macOS")
         sources = (file.read_text(encoding="utf-8") for file in (self.source, HEADER))
-        facts = "\n".join((*sources, *FLAGS, platform.machine(), _describe_cpu()))
+        facts = "\n".join((*sources, *FLAGS, OPENMP, platform.machine(), _describe_cpu()))
         name = f"{self.source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
         try:
             folder = _cache_folder()
@@ -118,8 +110,12 @@ class CompiledSource:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=folder) as own:
             built = Path(own) / name
+            command = [compiler, *FLAGS, "-o", str(built), str(self.source)]
             try:
-                _compile([compiler, *FLAGS, "-o", str(built), str(self.source)])
+                try:
+                    _compile([*command, OPENMP])
+                except RuntimeError:
+                    _compile(command)
             except subprocess.TimeoutExpired as error:
                 hung.touch()
                 raise RuntimeError(f"the C compiler took more than {TIMEOUT} s") from error

@@ -1,4 +1,5 @@
-/* What the C forms share: vectors of as many float32 numbers as the CPU has lanes.
+/* What the C forms have in common: threads, and vectors of as many float32 numbers as the CPU has
+lanes.
 
 Each C file has one function for Python: int64_t name(const void *given, int64_t begin, int64_t end).
 It computes the jobs [begin, end) of a call. `given` has the fields of the file's first struct in
@@ -35,6 +36,19 @@ their order; a tensor that the call does not need is null. It returns 0, or 1 if
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+
+#if defined(_OPENMP)
+/* Compute `jobs` jobs on the threads that torch has: threads of another kind would wait for these,
+which still spin. Return 0, or 1 if one of them lacks memory. */
+int64_t share(int64_t (*compute)(const void *, int64_t, int64_t), const void *given, int64_t jobs,
+              int64_t threads) {
+    int64_t failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : failed)
+    for (int64_t i = 0; i < threads; i++)
+        failed |= compute(given, jobs * i / threads, jobs * (i + 1) / threads);
+    return failed;
+}
+#endif
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

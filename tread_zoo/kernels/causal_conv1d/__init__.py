@@ -52,7 +52,7 @@ register(
             causal_conv1d_compiled,
             CONVOLUTION_C,
             unsuited_compiled,
-            "outside of torch.compile",
+            "for 8 taps at most, outside of torch.compile",
             fits_all=True,
         ),
         Implementation(

@@ -17,12 +17,14 @@ from tread_zoo.kernels.causal_conv1d.torch_form import flops
 from tread_zoo.kernels.compiled import CompiledSource
 from tread_zoo.kernels.operators import empty_like, make_operator
 
-CHANNELS = 64  # of a block, as in convolution.c
+CHANNELS, MOST_TAPS = 64, 8  # as in convolution.c
 CONVOLUTION_C = CompiledSource(Path(__file__).with_name("convolution.c"))
 
 
-def unsuited(*args: object) -> str | None:
-    """Return why the kernel should not run, or None."""
+def unsuited(x: Tensor, weight: Tensor, *args: object) -> str | None:
+    """Return why the kernel cannot or should not run, or None."""
+    if weight.shape[1] > MOST_TAPS:
+        return f"more than {MOST_TAPS} taps"
     return "torch.compile fuses the torch form" if torch.compiler.is_compiling() else None
 
 
@@ -65,6 +67,8 @@ def _run(
     *memory: Tensor | None,
 ) -> None:
     (batch, length, width), taps = x.shape, weight.shape[1]
+    if taps > MOST_TAPS:
+        raise ValueError(f"the compiled form takes {MOST_TAPS} taps at most.")
     same = None if segment_ids is None else _same(segment_ids, taps)
     inputs = [x, weight.t().flip(0), bias, same]
     given = [None if each is None else each.float().contiguous() for each in inputs]

@@ -2,8 +2,8 @@
 
 Autograd keeps the inputs and, as in the torch form, the states before every CHUNK steps. From these
 the backward pass recomputes the states of all steps. The softplus of the step sizes is part of the
-pass. It runs on one thread. The gradients of B and C are added block by block, the other sums row
-by row: the same bits in every run.
+pass. Blocks of channels of a row of the batch are independent of each other, so the number of
+threads changes no bit; their gradients of A, B, C, D and the bias are summed afterwards.
 
 Dimensions: B batch, L length, D channels, N states, G groups, P = D / G channels of a group.
 """
@@ -20,6 +20,7 @@ from tread_zoo.kernels.compiled import CompiledSource
 from tread_zoo.kernels.operators import make_operator
 from tread_zoo.kernels.selective_scan.torch_form import flops, kept_like, num_chunks
 
+CHANNELS = 128  # of a block, as in scan.c
 SCAN_C = CompiledSource(Path(__file__).with_name("scan.c"))
 
 
@@ -46,10 +47,10 @@ def _backward(grad_y: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
     u, delta, A, B, C, D, step_bias, _ = args
     inputs = _prepare(*args)
     gu, gdelta = (torch.empty_like(inputs[0]) for _ in range(2))
-    gA, gB, gC = (torch.zeros_like(x) for x in inputs[2:5])
-    gD, gbias = (gu.new_zeros(u.shape[2]) for _ in range(2))
-    grads = (gu, gdelta, gA, gB, gC, gD, gbias)
-    _scan(inputs, states, None, grad_y.float().contiguous(), *grads)
+    gA, gD, gbias = (gu.new_empty(len(u), *x.shape) for x in (inputs[2], gu[0, 0], gu[0, 0]))
+    gB, gC = (gu.new_empty(_num_blocks(inputs), *B.shape) for _ in range(2))
+    _scan(inputs, states, None, grad_y.float().contiguous(), gu, gdelta, gA, gB, gC, gD, gbias)
+    gA, gB, gC, gD, gbias = (x.sum(0) for x in (gA, gB, gC, gD, gbias))
     gA = gA.transpose(1, 2).reshape(A.shape)
     pairs = ((gu, u), (gdelta, delta), (gA, A), (gB, B), (gC, C), (gD, D), (gbias, step_bias))
     return tuple(u.new_empty(0) if x is None else g.to(x.dtype) for g, x in pairs)
@@ -75,8 +76,14 @@ def _prepare(
 
 def _scan(inputs: tuple[Any, ...], states: Tensor, *results: Tensor | None) -> None:
     (batch, length, _), (groups, size, channels) = inputs[0].shape, inputs[2].shape
-    span = -(-length // num_chunks(length))
-    SCAN_C.share("scan", *inputs, states, *results, batch, length, groups, size, channels, span)
+    sizes = batch, length, groups, size, channels, -(-length // num_chunks(length))
+    jobs = batch * groups * _num_blocks(inputs)
+    SCAN_C.share("scan", *inputs, states, *results, *sizes, jobs=jobs)
+
+
+def _num_blocks(inputs: tuple[Any, ...]) -> int:
+    """Return the number of blocks of a group's channels."""
+    return -(-inputs[2].shape[2] // CHANNELS)
 
 
 selective_scan_compiled = make_operator(

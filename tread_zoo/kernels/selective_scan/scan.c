@@ -1,9 +1,8 @@
-/* The selective scan on one thread of a CPU; `compiled_form.py` calls it, `torch_form.py` has the
-maths.
+/* The selective scan on a CPU; `compiled_form.py` calls it, `torch_form.py` has the maths.
 
-A block is some channels of one group in one row of the batch. It walks through time with its states
-[N, CHANNELS] in the cache, a vector of LANES channels at a time; channels beyond the last are zero.
-Nothing depends on where a tensor lies in memory, so the same input gives the same bits.
+A job is a block: some channels of one group in one row of the batch. It walks through time with its
+states [N, CHANNELS] in the cache, a vector of LANES channels at a time; channels beyond the last are
+zero. Blocks are independent of each other: any split of them gives the same bits.
 
 u, delta, y: [batch, length, groups * width].
 rates: A / ln 2, [groups, size, width].
@@ -11,11 +10,13 @@ B, C: [batch, length, groups, size].
 D, bias: [groups * width] or null. With a bias, the step sizes are softplus(delta + bias).
 keep: 0 where a segment begins, else 1, [batch, length] or null.
 states: those before every `span` steps but the first, [chunks - 1, batch, groups, size, width].
-grads: the gradients of these tensors; all but that of y are written, or added to. */
+grads: the gradients of these tensors, of y given, of the others written. For the caller to add up,
+those of A, D and bias have a row for each row of the batch, [batch, ...]; those of B and C one for
+each block of a group's channels, [blocks, ...]. */
 
 #include "../vectors.h"
 
-#define CHANNELS 128 /* of a block: the states of 32 steps and their decays fit in L2 */
+#define CHANNELS 128 /* of a block: the states of 32 steps and their decays fit in L2. In Python, too */
 #define VECTORS (CHANNELS / LANES)
 
 typedef struct {
@@ -126,6 +127,7 @@ static void step_back(const Scan *s, Block k, int64_t t, const Vector *rates, co
     Vector u[VECTORS], x[VECTORS], gy[VECTORS];
     Vector gx[VECTORS], gdelta[VECTORS], D[VECTORS] = {0};
     int64_t here = channel(s, k, t), at = vector(s, k, t);
+    int64_t all = s->batch * s->length * s->groups * s->size, sums = k.first / CHANNELS * all + at;
     load_all(u, s->u + here, k);
     load_all(gy, s->grads.y + here, k);
     if (s->D)
@@ -149,8 +151,8 @@ static void step_back(const Scan *s, Block k, int64_t t, const Vector *rates, co
             gA[i] += delta[v] * q;
             gdelta[v] += rates[i] * q;
         }
-        s->grads.B[at + n] += sum(gB);
-        s->grads.C[at + n] += sum(gC);
+        s->grads.B[sums + n] = sum(gB);
+        s->grads.C[sums + n] = sum(gC);
     }
     for (int64_t v = 0; v < k.vectors; v++) {
         gdelta[v] = LN_2 * gdelta[v] + u[v] * gx[v];
@@ -189,37 +191,29 @@ static void backward(const Scan *s, Block k) {
             step_back(s, k, start + i, rates, deltas + i * k.vectors, slopes + i * k.vectors,
                       decays + i * block, h + i * block, h + (i + 1) * block, carry, gA, gD, gbias);
     }
-    for (int64_t v = 0; v < k.vectors; v++) {
-        int64_t p = v * LANES, count = k.channels - p;
-        for (int64_t n = 0; n < s->size; n++) {
-            float *to = s->grads.A + rate(s, k, n) + p;
-            store(to, load(to, count) + gA[n * k.vectors + v], count);
-        }
-        int64_t at = k.group * s->width + k.first + p;
-        store(s->grads.D + at, load(s->grads.D + at, count) + gD[v], count);
-        store(s->grads.bias + at, load(s->grads.bias + at, count) + gbias[v], count);
-    }
+    int64_t row = k.row * s->groups, at = (row + k.group) * s->width + k.first;
+    for (int64_t n = 0; n < s->size; n++)
+        store_all(s->grads.A + row * s->size * s->width + rate(s, k, n), gA + n * k.vectors, k);
+    store_all(s->grads.D + at, gD, k);
+    store_all(s->grads.bias + at, gbias, k);
 }
 
-/* Compute y, or where it is null the gradients. Those of A, B, C, D and bias are added to what is
-there: the blocks share these sums, so a scan is one job. */
+/* Compute y, or where it is null the gradients. */
 int64_t scan(const void *given, int64_t begin, int64_t end) {
     Scan s;
-    (void)begin, (void)end;
     memcpy(&s, given, offsetof(Scan, scratch));
     s.scratch = allocate(VECTORS * (s.size * (2 * s.span + 4) + 2 * s.span));
     if (!s.scratch)
         return 1;
-    for (int64_t row = 0; row < s.batch; row++)
-        for (int64_t group = 0; group < s.groups; group++)
-            for (int64_t first = 0; first < s.width; first += CHANNELS) {
-                int64_t channels = least(CHANNELS, s.width - first);
-                Block k = {row, group, first, channels, vectors_of(channels)};
-                if (s.y)
-                    forward(&s, k);
-                else
-                    backward(&s, k);
-            }
+    int64_t blocks = (s.width + CHANNELS - 1) / CHANNELS;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t first = i % blocks * CHANNELS, channels = least(CHANNELS, s.width - first);
+        Block k = {i / blocks / s.groups, i / blocks % s.groups, first, channels, vectors_of(channels)};
+        if (s.y)
+            forward(&s, k);
+        else
+            backward(&s, k);
+    }
     free(s.scratch);
     return 0;
 }
