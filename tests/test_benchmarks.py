@@ -16,6 +16,7 @@ def run(script, *arguments, cwd):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_time_and_memory_grow_with_the_tokens(tmp_path):
     small = ("--in-channels=1", "--num-classes=10", "--tokens", "16", "64")
     routing = ("--batch-size=8", "--routing", "start=1", "end=3")
@@ -33,6 +34,7 @@ def test_time_and_memory_grow_with_the_tokens(tmp_path):
     assert kept[1] > 2 * kept[0]
 
 
+@pytest.mark.slow
 def test_options_are_timed_beside_the_base(tmp_path):
     base = "backbone.depth=4 backbone.hidden_size=32 backbone.num_heads=2 training.batch_size=2"
     options = ("routing=none", "routing.start=1 routing.end=3 routing.selection_rate=0.75")
@@ -43,6 +45,7 @@ def test_options_are_timed_beside_the_base(tmp_path):
     assert routed < of_base < dense
 
 
+@pytest.mark.slow
 def test_guidances_are_timed_beside_each_other(tmp_path):
     base = "backbone.depth=4 backbone.hidden_size=32 backbone.num_heads=2 training.batch_size=2"
     options = ("guidance=cfg", "guidance={name:sparse,routing:{name:tread,start:1,end:3}}")
@@ -80,6 +83,7 @@ def test_every_form_is_measured_and_right_or_says_why_not(tmp_path):
         assert float(gradient_error) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backbone", "optimizer", "budget"),
     [

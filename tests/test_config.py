@@ -135,6 +135,7 @@ def test_the_same_run_is_told_by_what_it_computes():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_is_named_after_what_is_not_as_by_default():
     def name(*overrides):
         return compose(*overrides).run_dir.removeprefix("runs/")

@@ -66,6 +66,7 @@ def files_with_secrets(folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_on_shards_behind_a_token_keeps_it_to_itself(tmp_path, server, monkeypatch):
     """The address comes from the environment; nothing that is written or printed has the token,
     and a run goes on with another one."""

@@ -25,6 +25,7 @@ def test_the_block_loop_of_the_concepts_page_gives_what_the_backbone_gives():
     assert names["out"].std() > 0
 
 
+@pytest.mark.slow
 def test_the_method_of_the_guide_trains_and_is_tested(tmp_path):
     """The page's file, as it stands, is the plug-in of its commands."""
     page = (ROOT / "docs/adding_a_method.md").read_text()

@@ -11,6 +11,7 @@ from tread_zoo.kernels import dispatch, get_forms
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_every_operation_and_small_backbone_is_tested_and_fine():
     checks = doctor.check_kernels(CPU) + doctor.check_backbones(CPU)
     assert all(fine for _, fine in checks), checks
@@ -28,6 +29,7 @@ def test_a_form_that_computes_wrongly_fails(monkeypatch):
     assert not fine
 
 
+@pytest.mark.slow
 def test_the_table_of_backbones_has_each_with_less_work_where_it_routes():
     lines = doctor.list_sizes("[dm]*_tiny", input_size=8, in_channels=1, num_classes=10)
     rows = [line.split() for line in lines[1:]]

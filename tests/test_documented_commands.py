@@ -24,6 +24,8 @@ from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.runs.restore import restore
 from tread_zoo.training.loop import train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PROGRAM = re.compile(r"(^|&& )tread-zoo |\b(python|accelerate|torchrun|srun)\b")
 SCRIPT = re.compile(

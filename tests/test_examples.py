@@ -13,6 +13,8 @@ from tests.small_run import SMALL
 from tread_zoo import register_backbone
 from tread_zoo.testing import CHECKS, Probe
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "plugin"
 GUIDE = ROOT / "docs" / "adding_a_backbone.md"

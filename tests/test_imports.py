@@ -1,6 +1,10 @@
 """What loads what: the method needs no run, and what everybody imports is light."""
 
+import pytest
+
 from tests.processes import ROOT, run_python
+
+pytestmark = pytest.mark.slow
 
 METHOD = (
     "import tread_zoo.routing.methods, tread_zoo.contract.backbone, tread_zoo.contract.crossing"

@@ -10,6 +10,8 @@ import pytest
 from tests.comparison.recorded import write_run
 from tests.processes import run_python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 FILES = [
     file

@@ -57,6 +57,7 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
         assert said in text, said
 
 
+@pytest.mark.slow
 def test_guided_samples_are_shown_with_their_settings(run, tmp_path):
     """One grid per setting; a grid of one class alone is not shown."""
     other = shutil.copytree(run, tmp_path / "other")

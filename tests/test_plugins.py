@@ -11,6 +11,8 @@ import pytest
 from tests.data.tables import write_features
 from tests.processes import run_python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "examples" / "plugin"
 SMALL = [

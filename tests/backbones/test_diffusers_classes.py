@@ -110,6 +110,7 @@ def test_every_method(cls, method, check):
     METHOD_CHECKS[check](MethodProbe(method, probe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", FEW)
 def test_routes_save_flops(cls):
     backbone = build(cls)
@@ -132,6 +133,7 @@ def test_guided_sampling(cls):
     assert torch.isfinite(samples).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", FEW)
 def test_a_run_is_saved_loaded_and_resumed_to_the_bit(cls, tmp_path):
     given = ["lr_schedule=constant", "routing.start=1", "routing.end=-1"]

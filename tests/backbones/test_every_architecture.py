@@ -67,6 +67,7 @@ def test_the_residual_stream_stays_float32_under_autocast(name):
     assert all(torch.float32 in of_block for of_block in kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "dit_tiny" else pytest.mark.nightly) for name in SMALL],
@@ -137,6 +138,7 @@ OPTIONS = [  # of a row, and what its blocks then depend on
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "depends_on"), OPTIONS)
 def test_options_keep_the_contract(name, options, depends_on):
     probe = Probe(name, overrides={**SMALL[name], **options})

@@ -43,6 +43,7 @@ def test_parameter_count(name, millions, overrides):
     assert sum(t.numel() for t in tensors) / 1e6 == pytest.approx(millions, rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "image"),
     [

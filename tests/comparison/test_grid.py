@@ -77,6 +77,7 @@ def test_cells_of_a_comparison_that_is_killed_save_and_end(tmp_path):
     comparison.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, ends_well):
     waited = cell(tmp_path / "run", "a", f"print('again'); result.write_text({SCORE!r})")

@@ -63,6 +63,7 @@ def test_the_interval_of_a_ratio_is_scipy_s(paired):
     assert (found.low, found.high) == pytest.approx((ends.low, ends.high))
 
 
+@pytest.mark.slow
 def test_a_planted_ratio_is_found_and_none_where_there_is_none():
     draws = np.random.default_rng(0)
     found = {1.0: 0, 0.8: 0}

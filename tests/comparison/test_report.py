@@ -53,6 +53,7 @@ STEPS, FLOPS, SECONDS = (
 )
 
 
+@pytest.mark.slow
 def test_routing_is_ahead_where_it_is_better_at_equal_flops(tmp_path):
     write_pair(tmp_path, [0.400, 0.402], [0.401, 0.4035])
     write_pair(tmp_path, [0.300, 0.304, 0.9], [0.350, 0.352], backbone="mamba_tiny")
@@ -68,6 +69,7 @@ def test_routing_is_ahead_where_it_is_better_at_equal_flops(tmp_path):
     assert len(re.findall(r'<svg class="ahead"', page)) == 2
 
 
+@pytest.mark.slow
 def test_a_table_has_each_method_over_the_dense_network_of_its_backbone(tmp_path):
     methods = {"tread": 0.9, "layer_drop": 1.2}
     spread = np.array([1.0, 1.01, 1.02])
@@ -132,6 +134,7 @@ def test_samples_at_chance_are_not_ranked(tmp_path, chance):
     assert page.count('<tr class="chance"') == 1
 
 
+@pytest.mark.slow
 def test_seconds_of_two_machines_are_not_compared(tmp_path):
     write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3])
     for routing, device in (("none", "a CPU"), ("tread", "a GPU")):
@@ -181,6 +184,7 @@ def test_an_option_that_one_run_sets_is_all_that_its_label_says(tmp_path):
     assert [setting.label for setting in settings] == expected
 
 
+@pytest.mark.slow
 def test_scores_of_two_protocols_are_not_ranked(tmp_path):
     write_run(tmp_path / "runs" / "a", values={"fid": 4.0})
     write_run(tmp_path / "runs" / "b", seed=1, values={"fid": 5.0}, protocol={
@@ -237,6 +241,7 @@ def test_pages_hold_no_paths_of_the_machine(tmp_path):
     assert all("photos.npz" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_names_are_text_in_markdown_too(tmp_path):
     names = ["a|b", "<img src=x>", "`code`", "*bold*", "__init__", "a[b](c)", "two\nlines", "&lt;"]
     for name in names:
@@ -257,6 +262,7 @@ def test_names_are_text_in_markdown_too(tmp_path):
 NASTY = ["a$b$_{ a$_{$", '"><img src=x onerror=alert(1)>', "$\x01"]
 
 
+@pytest.mark.slow
 def test_any_name_can_be_drawn_and_shown(tmp_path):
     """Names with mathtext, HTML, or characters that XML forbids are shown as they are."""
     for number, name in enumerate(NASTY):
@@ -304,6 +310,7 @@ def page(tmp_path_factory):
     return folder / "out" / "index.html"
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_other_file_and_begins_with_the_answer(page):
     text = page.read_text()
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
@@ -317,6 +324,7 @@ def test_the_page_needs_no_other_file_and_begins_with_the_answer(page):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_settings_of_one_cost_are_ranked_in_a_figure(tmp_path):
     for backbone, level in (("dit_tiny", 2.0), ("mamba_tiny", 1.0), ("rwkv_tiny", 3.0)):
         for seed in range(2):
@@ -350,6 +358,7 @@ def test_the_settings_of_any_two_runs_can_be_compared(page):
     assert configs["values"]["routing.name"][routed] == '"tread"'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_browser(page, tmp_path, width):

@@ -98,6 +98,7 @@ def test_another_table_at_the_same_address_is_read_anew(tmp_path):
     assert [int(data.train[i][0].flatten()[0]) for i in range(36)] == data.train.rows.tolist()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_bit_also_after_a_part_was_missing(tmp_path):
     url, missing = write_bucket(tmp_path / "table"), tmp_path / "table" / "train-00003.arrow"
     given = ["data=latents", f"data.path={url}", f"data.cache={tmp_path / 'cache'}",

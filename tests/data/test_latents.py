@@ -102,6 +102,7 @@ def test_splits_and_classes(encoded):
         latents(path, num_classes=3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_restores_the_codec_and_another_autoencoder_is_refused(encoded, tmp_path):
     codec = latents(encoded(), normalization="scale").codec
     metadata = json.loads(json.dumps(codec.metadata))

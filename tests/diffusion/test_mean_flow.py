@@ -223,6 +223,7 @@ def test_all_calls_of_a_step_keep_the_same_tokens():
     assert all(torch.equal(calls[0], other) for other in calls)
 
 
+@pytest.mark.slow
 def test_training_and_sampling(tmp_path):
     run = train_small(
         tmp_path, "objective=mean_flow", "sampler=mean", "sampler.num_steps=1", "routing=tread",

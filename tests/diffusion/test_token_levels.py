@@ -79,6 +79,7 @@ def test_a_token_s_time_is_distributed_as_an_image_s():
         )
 
 
+@pytest.mark.slow
 def test_training(tmp_path):
     """Routed, without alignment: the draws belong to the step, and the run ends."""
     overrides = ("objective.second_level_fraction=0.25", "routing=tread")

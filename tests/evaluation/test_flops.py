@@ -126,6 +126,7 @@ def test_networks_that_choose_different_numbers_of_tokens_are_traced_apart():
     assert costs[0] < costs[1]
 
 
+@pytest.mark.slow
 def test_a_scheduled_run():
     """Of 10 steps the first 2 and the last are dense. The others are routed half of the time: 3 at
     rate 0.75, which keeps 4 tokens in each of two routes, then 4 at 0.25, which keeps 12."""
@@ -164,6 +165,7 @@ def routed(overrides):
     return parts_of(settings("routing.start=1", "routing.end=3", *overrides.split()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -189,6 +191,7 @@ def test_a_step_costs_what_its_loss_computes(overrides, forms):
     assert counter.get_total_flops() == len(batch[0]) * each
 
 
+@pytest.mark.slow
 def test_further_passes_and_teachers_count():
     """The averaged network runs three of its four blocks, and the projection is of 8 tokens."""
     network, routes = routed("").backbone, concrete([(1, 3, 8)])

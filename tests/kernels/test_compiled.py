@@ -145,6 +145,7 @@ def test_opcheck(op) -> None:
     torch.library.opcheck(backward, (made[0], *kept, *values, *rest))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_and_optional_packages_the_torch_form_runs(tmp_path) -> None:
     code = """
 import sys
@@ -267,6 +268,7 @@ def test_machines_that_share_a_home_do_not_share_a_library(tmp_path, monkeypatch
     assert len(libraries(tmp_path / "cache")) == 5
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch, source) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

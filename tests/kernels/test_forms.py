@@ -267,6 +267,7 @@ def test_places_that_would_be_wrong_are_refused(op, index, value) -> None:
         op.public(*given)
 
 
+@pytest.mark.slow
 @of(CUSTOM)
 def test_opcheck(op) -> None:
     inputs, rest = op.inputs(dtype=torch.float32), op.rest(subset=True)

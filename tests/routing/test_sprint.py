@@ -62,6 +62,7 @@ def test_fusions_and_drops_are_captured_in_whole_graphs(name):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHALLOW)
 def test_flops_of_a_fusion_are_those_of_its_products(name):
     probe = probe_of(name)

@@ -14,6 +14,8 @@ from tread_zoo.data.files import checksum
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
 from tread_zoo.runs.old_routing import new_keys, new_metadata, new_routing
 
+pytestmark = pytest.mark.slow
+
 OLD = {
     "start": 2, "end": "auto", "selection_rate": 0.5, "selector": "auto", "per_batch": False,
     "schedule": "constant", "final_rate": None, "rate_steps": [], "carry_from": None,

@@ -36,6 +36,7 @@ def trained(tmp_path_factory):
     return folder, said
 
 
+@pytest.mark.slow
 def test_training_leaves_one_folder_and_no_clutter(trained):
     folder, said = trained
     assert [p.name for p in folder.iterdir()] == ["runs"]
@@ -46,6 +47,7 @@ def test_training_leaves_one_folder_and_no_clutter(trained):
     assert json.loads(start)["overrides"] == [*SMALL, f"run_dir={RUN}"]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_by_name_with_its_own_settings_but_for_those_given(trained, tmp_path):
     shutil.copytree(trained[0] / RUN, tmp_path / "own run")
     more = ("training.num_steps=7", "routing.selection_rate=0.5")
@@ -65,6 +67,7 @@ def test_a_run_is_resumed_by_name_with_its_own_settings_but_for_those_given(trai
     assert "typo" in call("resume.py", "typo", cwd=tmp_path, expect=1)
 
 
+@pytest.mark.slow
 def test_a_network_that_comes_with_the_package_is_sampled_and_scored_by_its_name(tmp_path):
     few = ["checkpoint=mamba", "sampler.num_steps=1", "device=cpu"]
     call("sample.py", *few, "num_images=2", cwd=tmp_path)
@@ -102,6 +105,7 @@ def drawn(trained):
     return trained[0] / "whole", words
 
 
+@pytest.mark.slow
 def test_a_stopped_set_goes_on(drawn, tmp_path):
     """Pictures that are there are not drawn again."""
     whole, words = drawn
@@ -126,6 +130,7 @@ def test_several_processes_draw_what_one_does(drawn, tmp_path, free_port):
     assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_another_guidance_and_sampler_have_a_folder_of_their_own(trained):
     folder, _ = trained
     run = [f"checkpoint={RUN}", "device=cpu"]
@@ -169,6 +174,7 @@ def test_what_the_network_cannot_take_is_one_clear_message(trained):
     assert not (folder / "bad").exists()
 
 
+@pytest.mark.slow
 def test_a_label_of_a_network_without_classes_is_one_clear_message(tmp_path):
     images = np.zeros((20, 8, 8), np.uint8)
     np.savez(tmp_path / "x.npz", images=images)
@@ -185,6 +191,7 @@ def test_a_label_of_a_network_without_classes_is_one_clear_message(tmp_path):
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_class_is_named_as_its_folder_is(tmp_path, caplog):
     for number in range(12):
         folder = tmp_path / "pets" / ("ant", "bee", "cat")[number % 3]
@@ -244,6 +251,7 @@ def test_what_is_there_is_listed(tmp_path):
     assert "rwkv" not in few
 
 
+@pytest.mark.slow
 def test_every_script_is_a_command_and_a_wrong_one_is_told_the_nearest(tmp_path):
     assert sorted(COMMANDS.values()) == sorted(p.stem for p in (ROOT / "scripts").glob("*.py"))
     listed = run_python("-m", "tread_zoo", cwd=tmp_path).stdout
@@ -253,6 +261,7 @@ def test_every_script_is_a_command_and_a_wrong_one_is_told_the_nearest(tmp_path)
     assert "'train'" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_samples_of_another_size_or_why_not(trained, tmp_path):
     given = [f"checkpoint={trained[0] / RUN}", "num_images=3", "device=cpu"]
     for name, more in (("own", []), ("same", ["image_size=8"]), ("wide", ["image_size=[6,12]"])):
@@ -266,6 +275,7 @@ def test_samples_of_another_size_or_why_not(trained, tmp_path):
     assert "image_size=[7, 7]: height and width must be multiples of 2" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such pipes")
 @pytest.mark.parametrize(("word", "unbuffered"), [("--help", ""), ("list", "1")])
 def test_a_command_ends_silently_when_its_output_is_no_longer_read(word, unbuffered):

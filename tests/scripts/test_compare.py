@@ -76,6 +76,7 @@ def call(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_page_and_again_only_reads(place, call):
     said = call(*GRID, "compare.jobs=2")
     text = (place / "out" / "report.md").read_text()
@@ -87,6 +88,7 @@ def test_one_command_makes_the_page_and_again_only_reads(place, call):
     assert "training.batch_size=4" in call(*GRID, "training.batch_size=4", status=2)
 
 
+@pytest.mark.slow
 def test_overrides_of_runs_that_are_there_score_them_again(place, call):
     given = ("compare.runs=made/*0", "guidance=none,cfg", "compare.out=guided")
     text = call(*given)
@@ -102,6 +104,7 @@ def test_overrides_of_runs_that_are_there_score_them_again(place, call):
     assert "equal FLOPs" not in text, "on the way they were scored without guidance"
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
     said = call("backbone=dit_tiny", "routing=none", "seed=0,9", "compare.out=out", status=1)
     assert "failed: backbone-dit_tiny_routing-none_seed-9" in said
@@ -109,6 +112,7 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
     assert "dit_tiny dense" in (place / "out" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_where_every_cell_fails_nothing_is_written(place, call):
     (place / "made").rename("later")
     assert "nothing to compare" in call(*GRID, status=2)
@@ -117,6 +121,7 @@ def test_where_every_cell_fails_nothing_is_written(place, call):
     assert "4 runs" in call(*GRID, "optimizer.learning_rate=1e-3"), "no run is of other settings"
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_the_cells_gently_however_often_it_says_so(place, call):
     (place / "closed").touch()
     assert "the same command continues" in call(*GRID, status=130)

@@ -18,6 +18,7 @@ def run():
     return restore("mamba", weights="ema", device="cpu", precision="fp32")
 
 
+@pytest.mark.slow
 def test_a_picture_comes_out_of_the_noise_and_ends_as_it_is_sampled(run):
     codec = run.codec(None)
     *coming, last = draw(run, codec, None, "3", 4, 2.0, 5, 7)

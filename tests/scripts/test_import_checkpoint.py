@@ -1,10 +1,13 @@
 """Import, then sample, as a user does it."""
 
 import numpy as np
+import pytest
 import torch
 
 from tests.published.tensors import theirs
 from tests.scripts.test_command_line import call
+
+pytestmark = pytest.mark.slow
 
 
 def test_import_sample_and_export(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 
 from tests.processes import run_python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 STRANGER = """

@@ -254,6 +254,7 @@ def test_a_fault_is_caught(as_probe, fault, overrides, check):
         CHECKS[check](as_probe(fault, overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
 @pytest.mark.parametrize(("cls", "overrides"), HEALTHY)
 def test_what_keeps_the_contract_passes(as_probe, cls, overrides):

@@ -283,6 +283,7 @@ def test_a_fault_is_caught(planted, fault, check):
         CHECKS[check](probe)
 
 
+@pytest.mark.slow
 def test_what_keeps_the_contract_passes(planted):
     probe = planted(Plain)
     for name in CHECKS.keys() - {"compiles"}:

@@ -113,6 +113,7 @@ def test_the_term_is_added_by_its_weight(table):
 # Runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_stops_aligning_and_resumes_to_the_bit(run, table):
     given = [*ALIGNED, f"data.path={table}", "alignment.stop=0.6", "alignment.projection=conv"]
     given += ["optimizer=muon", "optimizer.learning_rate=1e-3", "lr_schedule=constant"]
@@ -176,6 +177,7 @@ def test_the_data_go_on_where_they_were_after_the_alignment_has_stopped(table):
             assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 def test_the_teacher_is_the_average_of_the_weights(run):
     """An average that follows the weights at once teaches other features than an average that
     lags."""
@@ -188,6 +190,7 @@ def test_the_teacher_is_the_average_of_the_weights(run):
     assert all(abs(one - other) > 1e-6 for one, other in list(zip(*terms, strict=True))[1:])
 
 
+@pytest.mark.slow
 def test_a_run_taught_by_its_average_resumes_to_the_bit(run):
     given = [*SELF, "objective.second_level_fraction=0.25", "alignment.stop=0.6"]
     unbroken = run("unbroken", *given)

@@ -73,6 +73,7 @@ def files(folder):
     return {str(m.relative_to(folder)): json.loads(m.read_text())["sha256"] for m in metas}
 
 
+@pytest.mark.slow
 def test_a_run_s_averages_equal_the_sums_of_its_weights(tracked):
     steps = [find_checkpoint(path) for path in sorted((tracked / "checkpoints").glob("step_*"))]
     weights = [load_backbone(step, "model").patch_embed.weight.double() for step in steps]

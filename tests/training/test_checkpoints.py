@@ -85,6 +85,7 @@ def test_a_run_that_is_not_here_is_not_looked_for_on_the_hub(tmp_path, monkeypat
         find_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_in_checkpoint_json_is_noticed_or_changes_nothing(tmp_path):
     save(tmp_path, 1)
     file = save(tmp_path, 2) / "checkpoint.json"
@@ -249,6 +250,7 @@ def test_the_command_line_changes_what_the_same_words_change_in_python(
         assert guidance.get("name") == "none" or typed["guidance_scale"] == 2.5
 
 
+@pytest.mark.slow
 def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
     weak = run("weak", "training.num_steps=1", "backbone.depth=3")
     folder = run(
@@ -263,6 +265,7 @@ def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
     assert restored.weak(restored.sampling(NOTHING, {"name": "none"})) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

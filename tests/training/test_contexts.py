@@ -96,6 +96,7 @@ def test_ranked_tokens_and_held_out_loss_see_the_contexts(folder):
     assert loss != pytest.approx(float(without), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_bit_in_the_middle_of_an_epoch(run, folder):
     options = given(folder, "routing.selector=norm", "guidance=interval", "lr_schedule=constant")
     run("parts", *options, "training.num_steps=4")  # 3 steps an epoch
@@ -113,6 +114,7 @@ def test_a_backbone_that_takes_none_refuses_contexts_and_says_what_to_do(folder,
     assert parts_of(settings(*without)).backbone.context_size == 0
 
 
+@pytest.mark.slow
 def test_pictures_with_files_beside_them_are_trained_on_as_they_are(run, tmp_path):
     path = write_folder(tmp_path / "pictures", made_contexts(8))
     options = ["backbone=uvit", "data=image_folder", f"data.path={path}", "data.held_out=0.25"]
@@ -126,6 +128,7 @@ def test_pictures_with_files_beside_them_are_trained_on_as_they_are(run, tmp_pat
         restored.data({"context_length": 5})
 
 
+@pytest.mark.slow
 def test_captions_are_trained_on_with_an_encoder_named_in_the_data(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TREAD_ZOO_CACHE", str(tmp_path / "cache"))
     for number, caption in enumerate(CAPTIONS):
@@ -150,6 +153,7 @@ def test_captions_are_trained_on_with_an_encoder_named_in_the_data(run, tmp_path
         run("run", *options, f"data.text_encoder={other}", "training.num_steps=4", "resume=latest")
 
 
+@pytest.mark.slow
 def test_other_contexts_than_in_training_are_refused(trained, folder, tmp_path, copy_of):
     restored = restore(trained, weights="ema", device="cpu", precision="fp32")
     assert (restored.backbone.context_length, restored.backbone.context_size) == SHAPE

@@ -14,6 +14,8 @@ from tests.training import worker  # noqa: F401  (its sampler)
 from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.training.trackers import read_metrics
 
+pytestmark = pytest.mark.slow
+
 EACH_STEP = ("training.log_every=1", "lr_schedule=constant", "evaluation.num_images=1")
 FUSED = (
     "backbone=mamba", "routing=sprint", "routing.path_drop=0.5",
@@ -156,7 +158,6 @@ def test_alignment_under_ddp_and_fsdp2_equals_one_process(tmp_path, free_port):
         assert_same_run(tmp_path / name, alone, 6)
 
 
-@pytest.mark.slow
 def test_sharded_training_equals_ddp_for_every_architecture(tmp_path, free_port):
     ways = [("ddp", False), ("fsdp", True)]
     jobs = [

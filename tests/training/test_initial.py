@@ -45,6 +45,7 @@ def source(tmp_path_factory):
     return imported(tmp_path_factory.mktemp("imports") / "sit")
 
 
+@pytest.mark.slow
 def test_an_import_is_finetuned_with_its_own_sizes_and_resumed_without_it(source, tmp_path, caplog):
     moved = shutil.copytree(source, tmp_path / "sit")
     with caplog.at_level("INFO"):
@@ -61,6 +62,7 @@ def test_an_import_is_finetuned_with_its_own_sizes_and_resumed_without_it(source
         start(tmp_path / "other", moved)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_carried_starts_fresh_and_is_said(tmp_path, caplog):
     few = imported(tmp_path / "few", rows=8)
     with caplog.at_level("INFO"):
@@ -74,6 +76,7 @@ def test_what_cannot_be_carried_starts_fresh_and_is_said(tmp_path, caplog):
         assert words in line
 
 
+@pytest.mark.slow
 def test_a_run_and_what_was_pushed_are_sources(source, tmp_path):
     first = start(tmp_path / "first", source)
     for place in (first, write_model_folder(first), first / "checkpoints" / "step_00000001"):
@@ -94,6 +97,7 @@ def test_a_body_that_does_not_fit_is_an_error_of_its_field(source, tmp_path, ove
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_options_alone_are_those_of_the_checkpoint_s_architecture(run, tmp_path):
     source = run("source", "backbone=mamba", "training.num_steps=1")
     given = {"init_from": str(source), "run_dir": str(tmp_path / "next")}

@@ -15,6 +15,8 @@ from tread_zoo.runs.checkpoint import find_checkpoint, has_checkpoints
 from tread_zoo.training.signals import Stopped
 from tread_zoo.training.trackers import read_metrics
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = (
     "training.checkpoint_every=4", "training.log_every=5",
     "evaluation.num_images=1", "training.horizontal_flip=true",

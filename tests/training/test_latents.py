@@ -57,6 +57,7 @@ def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
     torch.testing.assert_close(setup.data.codec.to_latents(x), z)
 
 
+@pytest.mark.slow
 def test_a_run_on_moments_resumes_to_the_bit_unless_they_are_normalized_otherwise(run, tmp_path):
     given = [*write_moments(tmp_path / "set"), "training.horizontal_flip=true"]  # 4 steps an epoch
     given += ["training.num_workers=1", "lr_schedule=constant"]

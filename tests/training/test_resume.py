@@ -46,6 +46,7 @@ class Stateless:
         return torch.optim.SGD(backbone.parameters(), lr=self.learning_rate, weight_decay=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -145,10 +146,12 @@ def with_drawings(tmp_path_factory):
     return train_small(folder, *DRAWING, "training.checkpoint_every=2")
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_before_anything_is_drawn(with_drawings):
     assert EulerWithASignal.saved == [2, 2, 4, 4, 6, 6], "a grid and a score each"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "every"), [("samples", 0), ("score", 2)])
 def test_a_signal_ends_drawing_and_what_was_cut_is_made_up_for(
     with_drawings, run, tmp_path, what, every
@@ -196,6 +199,7 @@ def test_twice_n_steps_equal_n_then_n_more_and_each_start_is_recorded(run, in_tw
     assert last["training"] > first["training"]
 
 
+@pytest.mark.slow
 def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch, tmp_path):
     unbroken = run("unbroken", "training.checkpoint_every=2")
     original = Log.metrics
@@ -273,6 +277,7 @@ def test_other_settings_are_allowed_and_said(in_two_parts, copy_of, caplog, over
     assert (last["learning_rate"] == 0.001) == ("resume_changed=true" in overrides)
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_by_name_with_its_own_settings(in_two_parts, copy_of):
     folder = copy_of(in_two_parts)
     config = json.loads((folder / "config.json").read_text())
@@ -282,6 +287,7 @@ def test_a_run_is_continued_by_name_with_its_own_settings(in_two_parts, copy_of)
     assert make_config(**config).differences(make_config(**now)) == {"training.num_steps": (6, 7)}
 
 
+@pytest.mark.slow
 def test_options_alone_are_those_of_the_run_s_own_part(run):
     folder = run("run", "optimizer=muon", "lr_schedule=constant", "training.num_steps=1")
     given = {"optimizer": {"ns_steps": 4}, "training": {"num_steps": 2}}
@@ -289,6 +295,7 @@ def test_options_alone_are_those_of_the_run_s_own_part(run):
     assert find_checkpoint(folder).meta["config"]["optimizer"]["ns_steps"] == 4
 
 
+@pytest.mark.slow
 def test_resuming_without_a_run_is_an_error_and_auto_starts(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no checkpoint.*resume=auto"):
         run("typo", "resume=latest")
@@ -314,6 +321,7 @@ def test_data_that_grew_are_noticed(in_two_parts, caplog):
     assert "trained on 1438 images, and now there are 1500" in caplog.text
 
 
+@pytest.mark.slow
 def test_other_images_of_the_same_shape_are_noticed(run, tmp_path):
     """The same names, sizes and labels; a picture that was mended, or broke, is no other data."""
     photos = tmp_path / "photos"
@@ -329,6 +337,7 @@ def test_other_images_of_the_same_shape_are_noticed(run, tmp_path):
         run("run", *options, "training.num_steps=4")
 
 
+@pytest.mark.slow
 def test_other_labels_of_the_same_images_are_noticed(run, tmp_path):
     images, labels = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 4
     options = ["data=npz", f"data.path={tmp_path / 'x.npz'}", "lr_schedule=constant"]

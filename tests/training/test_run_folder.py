@@ -32,6 +32,7 @@ def interrupted(run):
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["overwrite=true"]])
 def test_a_second_run_is_refused(run, interrupted, tmp_path, overrides):
     if overrides:  # the lock is as good after an earlier run was moved away

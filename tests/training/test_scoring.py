@@ -32,6 +32,7 @@ def scored(tmp_path_factory):
     return train_small(tmp_path_factory.mktemp("scored") / "run", *SCORED)
 
 
+@pytest.mark.slow
 def test_each_score_is_that_of_the_weights_of_its_step(scored):
     """The records say what `evaluate` says of the checkpoints, by the protocol of the end."""
     setup, records = parts_of(settings(*SCORED)), read_scores(scored)
@@ -51,6 +52,7 @@ def test_each_score_is_that_of_the_weights_of_its_step(scored):
     assert len({record["values"]["fid"] for record in records.values()}) == 3
 
 
+@pytest.mark.slow
 def test_a_run_with_scores_equals_one_without_to_the_bit(scored, run):
     """Weights, averages, optimizer state, and every number of a step."""
     plain = run("plain", *SCORED, "training.score_every=0")
@@ -64,6 +66,7 @@ def test_a_run_with_scores_equals_one_without_to_the_bit(scored, run):
     assert values(plain) == {6: values(scored)[6]}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_is_scored_once_at_each_step(scored, run, stopped_run, tmp_path):
     """A score that is due when the signal comes is made up for after the resume."""
     stopped_run("run", 3, signal.SIGTERM, 128 + signal.SIGTERM, *SCORED)
@@ -73,6 +76,7 @@ def test_a_run_that_is_stopped_is_scored_once_at_each_step(scored, run, stopped_
     assert scored_steps(folder) == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_repeats_nothing(scored, copy_of):
     folder = copy_of(scored)
     train_small(folder, *SCORED, "resume=latest")

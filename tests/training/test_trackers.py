@@ -54,6 +54,7 @@ def test_the_local_file_drops_what_a_resumed_run_does_again(tmp_path):
     assert rows == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+@pytest.mark.slow
 def test_a_tracker_gets_what_the_local_file_gets(run):
     folder = run("run", "tracker=noting_for_tests", "seed=3")
     name, run_dir, step, settings = CALLS[0]
@@ -86,6 +87,7 @@ def test_a_tracker_that_is_not_installed_says_how():
         create("tracker", missing[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )

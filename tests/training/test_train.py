@@ -80,6 +80,7 @@ def finished(tmp_path_factory):
     return train_small(tmp_path_factory.mktemp("finished"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "labels"), [((12, 8, 3), {"labels": np.arange(40) % 3}), ((8, 8), {})]
 )
@@ -91,6 +92,7 @@ def test_sizes_channels_and_classes_reach_the_backbone(run, tmp_path, size, labe
     assert network.num_classes == (3 if labels else 0)
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_costs_no_more_in_reports(finished, run):
     again = run("again", "training.activation_checkpointing=1", "training.num_steps=1")
     first, second = (json.loads((f / "facts.json").read_text()) for f in (finished, again))
@@ -135,6 +137,7 @@ class FlowWithANumber(FlowMatching):
         return losses, {**values, "brightness": x.mean(dim=(1, 2, 3)), "twice": 2 * losses}
 
 
+@pytest.mark.slow
 def test_schedules_count_optimizer_steps(run):
     """Whatever the number of micro-steps: of the rate of routes, and the learning rate."""
     given = ["training.gradient_accumulation_steps=2", "routing.start=1", "routing.end=3"]
@@ -165,6 +168,7 @@ def test_losses_are_logged_by_noise_level_the_lowest_first():
     assert found == pytest.approx([0.2, 0.6, 1.4, 1.8])
 
 
+@pytest.mark.slow
 def test_what_the_objective_names_is_logged(run):
     rows = [r for r in read_metrics(run("run", "objective=flow_with_a_number")) if "loss" in r]
     for row in rows:  # means of the window
@@ -317,6 +321,7 @@ def test_forms_set_by_hand_run_and_are_refused_by_name(run):
         set_forms({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["dit", pytest.param("mamba", marks=pytest.mark.nightly)])
 def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
     """Graphs are captured, not translated, which suffices to test compiling and resuming."""
@@ -331,6 +336,7 @@ def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
         assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_classes", [4, 0])
 def test_real_images_lie_beside_samples_of_their_classes(run, tmp_path, num_classes):
     """Of a set that is sorted by class, as many are; without labels they are of all of it."""
@@ -350,6 +356,7 @@ def test_real_images_lie_beside_samples_of_their_classes(run, tmp_path, num_clas
         assert set(shown) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_what_is_said_before_the_folder_is_there_is_in_the_log(run, tmp_path):
     """What the data leaves out, and a route that does not fit."""
     for number in range(20):
@@ -367,6 +374,7 @@ def test_what_is_said_before_the_folder_is_there_is_in_the_log(run, tmp_path):
     assert text.index("  ignored ") < text.index("  backbone ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["train", "held_out"])
 def test_an_item_that_cannot_be_read_is_listed_and_logged_once(run, tmp_path, caplog, part):
     data = save_photos(tmp_path / "photos")
@@ -384,6 +392,7 @@ def test_an_item_that_cannot_be_read_is_listed_and_logged_once(run, tmp_path, ca
         run("other", *data, *every, "training.max_corrupt_share=0")
 
 
+@pytest.mark.slow
 def test_a_budget_of_flops_sets_the_steps(tmp_path):
     """Routing gets more steps for it; a resume with a larger one goes on."""
     budget, facts = 1e8, {}
@@ -402,6 +411,7 @@ def test_a_budget_of_flops_sets_the_steps(tmp_path):
         make_config(training={"num_flops": budget, "num_steps": 3})
 
 
+@pytest.mark.slow
 def test_a_run_s_page_shows_its_losses_and_samples_and_how_it_ended(run, tmp_path):
     """While it trains, it loads itself again."""
     page = tmp_path / "run" / "index.html"

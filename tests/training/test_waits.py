@@ -24,6 +24,8 @@ from tread_zoo.training.loop import optimize
 from tread_zoo.training.meters import Window
 from tread_zoo.training.setup import make_accelerator, to_devices
 
+pytestmark = pytest.mark.slow
+
 META = torch.device("meta")
 SIZES = {
     "mamba2_tiny": ["backbone.head_size=16"],

@@ -185,6 +185,7 @@ def test_recomputation_of_every_method(method):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_recomputed_pass_that_is_dropped_leaves_nothing_behind():
     network = plain(recompute=True)
     enable_routing(network, start=1, end=3, extra=0)
