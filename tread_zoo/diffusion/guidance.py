@@ -155,11 +155,8 @@ class Guidance(Protocol):
 class NoGuidance:
     """No guidance: the network with its label, if it has labels.
 
-    Args:
-        scale: 1.
-
     Raises:
-        ValueError: the scale is not 1.
+        ValueError: `scale` is not 1.
     """
 
     scale: float = 1.0
@@ -382,7 +379,7 @@ class CustomGuidance(_Options):
     at every rate.
 
     Args:
-        scale: w; 1 is the strong prediction alone, 0 the weak one.
+        scale: w: 1 is the strong prediction alone, 0 the weak one, above 1 goes past the strong one.
         channels: number of guided channels, from the first; null for all. The published samplers of
             DiT and SiT guide 3 of their 4 latent channels.
         drop_label: the weak prediction has no label, or no context.
