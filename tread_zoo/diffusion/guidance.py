@@ -379,7 +379,7 @@ class CustomGuidance(_Options):
     at every rate.
 
     Args:
-        scale: w: 1 is the strong prediction alone, 0 the weak one, above 1 goes past the strong one.
+        scale: w; 0 is the weak prediction alone, 1 the strong one, and more goes past it.
         channels: number of guided channels, from the first; null for all. The published samplers of
             DiT and SiT guide 3 of their 4 latent channels.
         drop_label: the weak prediction has no label, or no context.
