@@ -54,10 +54,11 @@ def npz(
     `images`, `labels`, or `arr_0`, `arr_1`. Labels are optional: integers, or words.
 
     Args:
-        path: the file.
-        pad_to: a side or (H, W); zeros are added around the centred image.
+        path: the .npz file.
+        pad_to: side of the images, or [H,W], with zeros around them. Images are centred.
         held_out: fraction held out, where the file has no test part.
-        num_classes: None is the largest label + 1, or the number of words; 0 drops the labels.
+        num_classes: number of classes; null is the number of words or class names, else the largest
+            label + 1; 0 drops the labels.
     """
     file = Path(path).expanduser()
     with open_npz(file, "data.path") as archive:
@@ -101,10 +102,10 @@ def fashion_mnist(
     """Return Fashion-MNIST, 28x28 grey, 10 classes, read by torchvision.
 
     Args:
-        path: the folder that has torchvision's FashionMNIST/raw; None downloads 30 MB once, to a
+        path: the folder that has torchvision's FashionMNIST/raw; null downloads 30 MB once, to a
             cache folder.
-        pad_to: a side or (H, W); zeros are added around the centred image (32 suits patches of 4).
-        held_out: None holds out the test part. A fraction is held out of the training part; the
+        pad_to: side of the images, or [H,W], with zeros around them; 32 suits patches of 4.
+        held_out: null holds out the test part. A fraction is held out of the training part; the
             test part is then not used.
         num_classes: 0 drops the labels.
     """
@@ -123,7 +124,7 @@ def cifar10(
     with the published MD5.
 
     Args:
-        path: the folder that has cifar-10-batches-py; None downloads 170 MB once, to a cache
+        path: the folder that has cifar-10-batches-py; null downloads 170 MB once, to a cache
             folder.
         held_out, num_classes: see `fashion_mnist`.
     """

@@ -198,12 +198,12 @@ def latents(
         normalization: standardize (mean 0, standard deviation 1 by channel) or scale (the shift and
             scale of the autoencoder).
         vae: the diffusers autoencoder that decodes latents for pictures and scores, a folder or a
-            name on the hub. None is the one that encoded the table; the word none: no pictures.
-        held_out: fraction held out of the training part. None takes the table's held-out part or,
+            name on the hub. null is the one that encoded the table; none makes no pictures.
+        held_out: fraction held out of the training part. null takes the table's held-out part or,
             without one, 0.1.
-        num_classes: number of classes; None takes the table's; 0 drops the labels.
+        num_classes: number of classes; null takes the table's; 0 drops the labels.
         context: whether to condition on the table's contexts, if it has any.
-        cache: folder for the downloaded files of a table in a bucket; None: $TREAD_ZOO_CACHE
+        cache: folder for the downloaded files of a table in a bucket; null: $TREAD_ZOO_CACHE
             or ~/.cache/tread_zoo.
         cached_parts: number of downloaded files that are kept; an epoch mixes the images of half
             as many at a time.

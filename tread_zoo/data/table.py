@@ -100,15 +100,16 @@ class Pictures:
             [256,384]; null keeps the size, which must be the same for all pictures.
         channels: 1 (grey) or 3 (RGB).
         held_out: fraction held out, the same pictures in every run.
-        num_classes: number of classes; None takes it from the labels; 0 drops the labels.
-        caption_column: column of the captions; None looks for one named caption, captions, text,
+        num_classes: number of classes; null is the number of words or class names, else the largest
+            label + 1; 0 drops the labels.
+        caption_column: column of the captions; null looks for one named caption, captions, text,
             prompt or txt.
         text_encoder: a text encoder of CLIP or T5, a folder or a name on the hub. It turns captions
             into contexts, which take the place of the labels. They are computed once, into the
             cache folder, which suits small data; for large data use tread-zoo encode.
-        text_length: embeddings per caption; longer captions are cut. None takes the length of the
+        text_length: embeddings per caption; longer captions are cut. null takes the length of the
             longest caption, at most 77.
-        context_length: number of embeddings per image, filled up with zeros; None is the largest
+        context_length: number of embeddings per image, filled up with zeros; null is the largest
             number in the data.
         background: colour behind transparent pictures, a name or #rrggbb.
         crop: center fills image_size and cuts off the rest; pad shows the whole picture on
@@ -193,10 +194,10 @@ class ImageFolder(Pictures):
             are ignored, and a folder that links lead to is read once. It may have a metadata.csv or
             metadata.jsonl, with a row for each picture and its path as file_name, or EDM's
             dataset.json.
-        label_column: column of the metadata; None takes one named label, labels, class, cls or
+        label_column: column of the metadata; null takes one named label, labels, class, cls or
             target, else the sub-folders.
         caption_column: column of the metadata, or txt for files such as cat.txt beside cat.png.
-            None takes the first that exists of caption, captions, text, prompt and txt.
+            null takes the first that exists of caption, captions, text, prompt and txt.
         context: suffix of files with embeddings, which take the place of the labels: `context.npy`
             finds cat.context.npy beside cat.png.
     """
@@ -241,12 +242,12 @@ class HuggingFace(Pictures):
         path: a folder from `save_to_disk`, a folder of parquet files or pictures, or a name on the
             hub (owner/name).
         config: name of a configuration, where the data set has several.
-        split: the training split; None is `train`, or the only split. A part of a split, as in
+        split: the training split; null is `train`, or the only split. A part of a split, as in
             train[:10%], needs a name on the hub or a folder of files.
-        held_out: fraction held out of the training split. None holds out the split `test`, else
+        held_out: fraction held out of the training split. null holds out the split `test`, else
             `validation`, else 0.1 of the training split.
-        image_column: column of the pictures; None finds the only one.
-        label_column: column of integers or words; None finds one named label, labels, class, cls or
+        image_column: column of the pictures; null finds the only one.
+        label_column: column of integers or words; null finds one named label, labels, class, cls or
             target, or the only one of class labels; without any the pictures are unlabelled.
         context_column: column with an embedding, or a list of them, per row, which take the place
             of the labels.
@@ -302,8 +303,9 @@ class WebDataset(Pictures):
         path: a folder of .tar files, one file, or a pattern, `train-{000..127}.tar` or
             `train-*.tar`; also a URL that fsspec opens. A sample is a picture and perhaps a label,
             `.cls`, and a caption, `.txt` or a value in `.json`.
-        num_classes: number of classes; None takes it from the labels; 0 drops the labels.
-        caption_column: txt, or a key of `.json`; None takes txt, or a key named caption, captions,
+        num_classes: number of classes; null is the number of words or class names, else the largest
+            label + 1; 0 drops the labels.
+        caption_column: txt, or a key of `.json`; null takes txt, or a key named caption, captions,
             text or prompt.
         context: suffix of the files with embeddings, as in `context.npy`, which replace labels.
     """

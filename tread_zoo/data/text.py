@@ -274,7 +274,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
 
 
 def _caption(part: Any, index: int) -> str:
-    """Return a caption, or "" if it cannot be read, which is reported when the item is encoded."""
+    """Return a caption, or "" if it cannot be read; encoding the item will report that."""
     try:
         return str(part.caption(index))
     except ValueError:

@@ -49,7 +49,7 @@ class MethodProbe:
 
     @property
     def method(self) -> Method:
-        """The method."""
+        """The method that `part` describes."""
         return create("routing", self.part)
 
     def build(self, method: Method | None = None, fresh: bool = False) -> Backbone:
