@@ -1,6 +1,6 @@
 """The bidirectional WKV in Triton: a running maximum in registers, forward and backward.
 
-With p_t the positions and s = w/T, the state of some steps, seen from a step j after or among them:
+With p_t the positions and s = w/T, the state of some steps i <= j, seen from step j, is
 
     m = max_i k_i - (p_j - p_i) s,     (N, D) = Σ_i exp(k_i - (p_j - p_i) s - m) (v_i, 1)
 
