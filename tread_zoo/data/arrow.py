@@ -1,14 +1,14 @@
 """Tables that `encode.py` wrote: Arrow files of rows, in a folder or in a bucket.
 
-Files in a folder are memory-mapped where they are. `fsspec` reads s3://, gs://, hf:// and others,
-each with a library of its own: a file is downloaded whole when it is first read, into a folder that
-all processes of a machine share, and the oldest are deleted. An epoch then visits the files in a
-random order, and mixes the images of `window` neighbours:
+Files in a folder are memory-mapped in place. Files in a bucket (s3://, gs://, hf:// and others) are
+read through `fsspec`, which needs a library for each service. A file is downloaded whole when it is
+first read, into a folder that all processes of a machine share; the oldest files are deleted. An
+epoch then visits the files in a random order, and mixes the images of `window` neighbouring files:
 
     key of an image = position of its file in a permutation + window u,    u uniform in [0, 1)
 
-Images are visited by rising key. So few files are needed at a time, and new ones are due one by
-one. The order depends on (seed, epoch) alone, whatever the number of processes.
+Images are visited by rising key, so few files are needed at a time. The order depends on (seed,
+epoch) alone, whatever the number of processes.
 """
 
 import bisect
@@ -32,17 +32,17 @@ from tread_zoo.data.loader import Unavailable
 
 
 class ArrowTable:
-    """Rows of a table.
+    """The rows of a table in a folder or a bucket.
 
     Args:
-        path: its folder, or the folder's address in a bucket.
-        cache: local folder for downloaded files; None is the folder of all downloads.
-        num_cached: number of files that stay there; an epoch mixes the images of half as many at a
-            time.
+        path: the table's folder, or its address in a bucket.
+        cache: local folder for downloaded files; None is `cache_folder()`.
+        num_cached: number of downloaded files to keep; an epoch mixes the images of half as many at
+            a time.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not finished, or was written by an earlier version.
+        OSError: the table cannot be read.
+        ValueError: the table is not finished, or was written by an earlier version.
     """
 
     def __init__(self, path: str, cache: str | None = None, num_cached: int = 16):
@@ -60,12 +60,12 @@ class ArrowTable:
         lengths: dict[str, int] = self.metadata["lengths"]
         self.names, self.ends = list(lengths), list(itertools.accumulate(lengths.values()))
         self.num_train = sum(lengths[name] for name in self.metadata["parts"]["train"])
-        self.folder, self.digest = Path(self.where), ""  # empty: items are compared
+        self.folder, self.digest = Path(self.where), ""  # no digest: items are compared
         if self.in_bucket:
-            # Another table of the same address has other files.
+            # A new table at the same address gets a new folder.
             root = cache_folder() if cache is None else Path(cache).expanduser()
             self.folder = root / hashlib.sha256(path.encode() + content).hexdigest()[:16]
-            # Images are not compared, since each would bring its file.
+            # Images are not compared: each would download a file.
             self.digest = hashlib.sha256(content).hexdigest()[:4]
         self._open: dict[int, dict[str, Any]] = {}  # columns by file, the most recently used last
 
@@ -93,8 +93,8 @@ class ArrowTable:
         return bytearray(columns[column][row - first].as_buffer())
 
     def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a permutation int64 [N] of `rows` [N]; of a table in a bucket, the rows of a file
-        are close together."""
+        """Return a permutation int64 [N] of `rows` [N]. In a bucket, rows of the same file stay
+        close together."""
         if not self.in_bucket:
             return torch.randperm(len(rows), generator=generator)
         files = torch.bucketize(rows, torch.tensor(self.ends), right=True)
@@ -112,7 +112,7 @@ class ArrowTable:
         try:
             with fsspec.open(f"{self.where}/{name}", "rb") as stream:
                 content: bytes = stream.read()
-        except Exception as error:  # each library has its own
+        except Exception as error:  # each library raises its own
             raise Unavailable(f"{self.where}/{name} cannot be read: {error}") from error
         return content
 

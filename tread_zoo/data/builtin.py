@@ -22,7 +22,7 @@ from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 
 Side = PositiveInt | tuple[PositiveInt, PositiveInt] | None
-_KEYS = (("x_train", "y_train"), ("images", "labels"), ("arr_0", "arr_1"))  # the last as ADM's
+_KEYS = (("x_train", "y_train"), ("images", "labels"), ("arr_0", "arr_1"))  # the last pair is ADM's
 
 
 @register("data", "digits", num_steps=800)
@@ -54,10 +54,11 @@ def npz(
     `images`, `labels`, or `arr_0`, `arr_1`. Labels are optional: integers, or words.
 
     Args:
-        path: the file.
-        pad_to: a side or (H, W); zeros are added around the centred image.
+        path: the .npz file.
+        pad_to: side of the images, or [H,W], with zeros around them. Images are centred.
         held_out: fraction held out, where the file has no test part.
-        num_classes: None is the largest label + 1; 0 drops the labels.
+        num_classes: number of classes; null is the number of words or class names, else the largest
+            label + 1; 0 drops the labels.
     """
     file = Path(path).expanduser()
     with open_npz(file, "data.path") as archive:
@@ -101,11 +102,11 @@ def fashion_mnist(
     """Return Fashion-MNIST, 28x28 grey, 10 classes, read by torchvision.
 
     Args:
-        path: the folder that has torchvision's FashionMNIST/raw; None downloads 30 MB once, to a
+        path: the folder that has torchvision's FashionMNIST/raw; null downloads 30 MB once, to a
             cache folder.
-        pad_to: a side or (H, W); zeros are added around the centred image (32 suits patches of 4).
-        held_out: None holds out the test part; a fraction is held out of the training part, and the
-            test part is not used.
+        pad_to: side of the images, or [H,W], with zeros around them; 32 suits patches of 4.
+        held_out: null holds out the test part. A fraction is held out of the training part; the
+            test part is then not used.
         num_classes: 0 drops the labels.
     """
     from torchvision.datasets import FashionMNIST
@@ -119,11 +120,11 @@ def cifar10(
     held_out: Fraction | None = None,
     num_classes: NonNegativeInt | None = None,
 ) -> ImageData:
-    """Return CIFAR-10, 32x32 colour, 10 classes, read by torchvision. It unpickles the published
-    files only, which it knows by their MD5.
+    """Return CIFAR-10, 32x32 colour, 10 classes, read by torchvision, which unpickles only files
+    with the published MD5.
 
     Args:
-        path: the folder that has cifar-10-batches-py; None downloads 170 MB once, to a cache
+        path: the folder that has cifar-10-batches-py; null downloads 170 MB once, to a cache
             folder.
         held_out, num_classes: see `fashion_mnist`.
     """
@@ -140,7 +141,7 @@ def _from_torchvision(
     num_classes: int | None,
     pad_to: Any = None,
 ) -> ImageData:
-    """Return a data set whose class in torchvision has `data`, `targets` and `classes`."""
+    """Return the data of a torchvision class that has `data`, `targets` and `classes`."""
     root = Path(path or cache_folder() / name).expanduser()
     if path is None:
         root.mkdir(parents=True, exist_ok=True)
@@ -160,8 +161,8 @@ def _in_memory(
     pad_to: Any = None,
     class_names: tuple[str, ...] = (),
 ) -> ImageData:
-    """Return the data of `parts`, the training part and perhaps a test part, each of images uint8
-    [N,C,H,W] and labels int64 [N]."""
+    """Return the data of `parts`, the training part and perhaps a test part. Each is a pair of
+    images uint8 [N,C,H,W] and labels int64 [N] or None."""
     images = torch.cat([_pad(part, pad_to) for part, _ in parts])
     if num_classes == 0 or parts[0][1] is None:
         labels, class_names = None, ()
@@ -180,7 +181,7 @@ def _in_memory(
 
 
 def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
-    """Return `images` [N,C,H,W] centred in zeros of a side or (H, W)."""
+    """Return `images` [N,C,H,W] centred in zeros; `pad_to` is the new side, or (H, W)."""
     if pad_to is None:
         return images
     from torchvision.transforms.functional import center_crop

@@ -1,10 +1,10 @@
-"""Contexts: conditions of images as embeddings that were computed beforehand.
+"""Contexts: embeddings, computed beforehand, of what an image is conditioned on.
 
     embeddings of an image [t, S], t <= T  --zeros below-->  context [T, S]
 
-A column of a table has them as paths of .npy files or as numbers. Items are then (image, context)
-instead of (image, label). T is `data.context_length`, or the length of the longest context.
-Nothing is unpickled.
+A column of a table has embeddings as paths of .npy files or as numbers. Items are then (image,
+context) instead of (image, label). T is `data.context_length`, or the length of the longest
+context. Nothing is unpickled.
 
 Dimensions: T embeddings of width S.
 """
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 
 def context_shape(table: "datasets.Dataset", column: str, length: int | None) -> tuple[int, int]:
-    """Return (T, S) of a column of paths or embeddings, in numpy's format. T is `length`, or the
-    number of embeddings of the longest row. Raises ValueError if that row cannot be read."""
+    """Return (T, S) of the contexts in a column of embeddings, or of paths. `table` is in numpy's
+    format. T is `length`, or the number of embeddings in the longest row. Raises ValueError if that
+    row cannot be read."""
     row = _longest(table.select_columns([column]), column) if length is None else 0
     rows = _as_rows(table[row][column], f"of row {row}")
     return length or max(len(rows), 1), rows.shape[1]
 
 
 def _longest(table: "datasets.Dataset", column: str) -> int:
-    """Return the row of the largest file or the longest list."""
+    """Return the index of the row with the largest file or the longest list."""
     import pyarrow
     import pyarrow.compute
 
@@ -44,8 +45,9 @@ def _longest(table: "datasets.Dataset", column: str) -> int:
 
 
 def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return embeddings [t, S] or [S], or an .npy file of them, as a context float32 [T, S] with
-    zeros below. Raises ValueError if they cannot be read, are not finite, or do not fit `shape`."""
+    """Return embeddings [t, S] or [S], or those in an .npy file, as a context float32 [T, S] filled
+    up with zeros. Raises ValueError if they cannot be read, are not finite, or do not fit `shape`.
+    """
     length, size = shape
     rows = _as_rows(value, name)
     if (rows.size and rows.shape[1] != size) or len(rows) > length:
@@ -62,7 +64,7 @@ def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
 
 
 def as_half(context: Tensor) -> Tensor:
-    """Return a context as float16. Raises ValueError if it has larger numbers, or NaN."""
+    """Return a context as float16. Raises ValueError for NaN and for numbers beyond float16."""
     if not context.half().isfinite().all():
         raise ValueError(
             f"a context reaches {float(context.abs().max()):g}, beyond what float16 holds "
@@ -81,7 +83,7 @@ def load_npy(path: str | Path) -> np.ndarray:
 
 
 def _as_rows(value: Any, name: str) -> np.ndarray:
-    """Return floats [t, S]."""
+    """Return an array, or the content of an .npy file, as floats [t, S]."""
     array = np.atleast_2d(load_npy(value) if isinstance(value, str) else value)
     if array.ndim != 2 or array.dtype.kind != "f" or not array.shape[1]:
         raise ValueError(f"the context {name} is {array.dtype} {array.shape}, not floats [t, S].")

@@ -49,7 +49,7 @@ def as_bytes(values: Tensor) -> bytes:
 
 
 class Codec:
-    """Converts stored items to model inputs, and model outputs to pixels. This one is of images."""
+    """Converts stored items to model inputs, and model outputs to pixels. This is for images."""
 
     decoder: str = "none"  # the autoencoder, a folder or a name on the hub
 
@@ -72,15 +72,16 @@ class Codec:
         """Raise ValueError if `flip` is set and items cannot be mirrored."""
 
     def prepare(self, device: torch.device) -> None:
-        """Load the autoencoder onto `device`. Raises ValueError if another one encoded the data."""
+        """Load the autoencoder onto `device`. Raises ValueError if it is not the one that encoded
+        the data."""
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that `to_model` gives a batch of shape `stored`."""
         return tuple(stored)
 
     def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
-        """Return the noise [B,C,H,W] of a batch of shape `stored`, on the generator's device; None
-        without any."""
+        """Return noise [B,C,H,W] for a batch of shape `stored`, on the generator's device, or None
+        if the codec needs none."""
         return None
 
     def to_model(
@@ -91,10 +92,10 @@ class Codec:
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return the model's input, float32 [B,C,H,W] on `device`, of a batch from the loader.
+        """Return the model's input, float32 [B,C,H,W] on `device`, for a batch from the loader.
 
-        `noise` is from `draw`; None takes the mean. `flip`, bool [B] on `device`, marks the items
-        that are mirrored.
+        `noise` comes from `draw`; without it, latents are their mean. `flip`, bool [B] on `device`,
+        marks the items that are mirrored.
         """
         stored = stored.to(device, non_blocking=True)
         if flip is not None:
@@ -115,17 +116,17 @@ class ImageData:
 
     name: str  # for logs and records
     train: Dataset[Any]  # items (image as stored, label or context)
-    held_out: Dataset[Any] | None  # the same; None where nothing is held out
+    held_out: Dataset[Any] | None  # likewise; None where nothing is held out
     image_size: tuple[int, int]  # H, W of the model's input
     channels: int
     num_classes: int  # 0 where there are no labels; each label is then 0
     class_names: tuple[str, ...]
     codec: Codec = PIXELS
     context: tuple[int, int] | None = None  # T, S where items have contexts
-    # name, class and sha256 of the encoder of captions that made them, if known
+    # name, class and sha256 of the text encoder that made the contexts, if known
     text_encoder: dict[str, str] | None = None
     # K, S, h, w of an encoder's features, which `train.with_features()` adds to each item. If K is
-    # 2, the second are of the mirrored image.
+    # 2, the second copy is of the mirrored image.
     features: tuple[int, int, int, int] | None = None
 
     @property
@@ -136,7 +137,7 @@ class ImageData:
 
     @property
     def context_keywords(self) -> dict[str, int]:
-        """Keywords of `create_backbone`; empty without contexts."""
+        """`context_length` and `context_size` for `create_backbone`; empty without contexts."""
         if self.context is None:
             return {}
         return {"context_length": self.context[0], "context_size": self.context[1]}
@@ -161,7 +162,7 @@ class ArrayDataset(Dataset[Any]):
         return self.images[index], int(self.labels[index])
 
     def subset(self, rows: Tensor) -> "ArrayDataset":
-        """Return the items `rows` int64 [K]."""
+        """Return a data set of the items at `rows`, int64 [K]."""
         return ArrayDataset(self.images[rows], self.labels[rows])
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,16 +172,17 @@ class ArrayDataset(Dataset[Any]):
 
 @dataclass(eq=False)
 class TableDataset(Dataset[Any]):
-    """Rows of a table of the `datasets` library, with labels int64 [N]; 0 for unlabelled ones."""
+    """Rows of a table of the `datasets` library, with labels int64 [N]; unlabelled rows have label
+    0."""
 
-    table: Any  # of the `datasets` library, or with a length alone
+    table: Any  # of the `datasets` library, or anything with a length
     labels: Tensor
 
     def __post_init__(self) -> None:
         self.rows = torch.arange(len(self.table))
 
     def subset(self, rows: Tensor) -> Self:
-        """Return the items `rows` int64 [K] of the same table."""
+        """Return a data set of the items at `rows`, int64 [K], in the same table."""
         part = copy.copy(self)
         part.rows, part.labels = self.rows[rows], self.labels[rows]
         return part

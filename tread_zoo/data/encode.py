@@ -1,9 +1,9 @@
-"""Encoding images into a table of latents or images, perhaps with contexts of captions or with
+"""Encode images into a table of latents or images, perhaps with contexts of captions or with
 features; `latents.py` reads it.
 
-Process n mod the number of processes writes part n of the table, atomically. Existing parts are
-kept, so that the same command continues a stopped encoding. The process that finds all parts writes
-the statistics to table.json. No process waits for another.
+The parts of the table are dealt out to the processes in turn, and each is written atomically.
+Existing parts are kept, so that the same command continues a stopped encoding. The process that
+finds all parts writes the statistics to table.json. No process waits for another.
 
 Dimensions: B batch, K copies (2: the image and its mirror image), C channels of a latent (moments
 store 2 C), h height, w width, S channels of features.
@@ -61,14 +61,14 @@ def encode(
     Args:
         data, vae: images, and an autoencoder on its device; None keeps the images.
         out, config: the table's folder, and the settings.
-        text: the encoder of captions on its device; None keeps labels or contexts.
+        text: a text encoder for captions, on its device; None keeps labels or contexts.
         features: the extractor's label and function.
-        precision: of the autoencoder and the text encoder, resolved.
+        precision: of the autoencoder and the text encoder; not auto.
         rank, num_ranks: of this process.
 
     Raises:
-        ValueError: `out` has a table of other settings, latents or features are not finite, or too
-            many images cannot be read.
+        ValueError: `out` has a table with other settings, latents or features are not finite, or
+            too many images cannot be read.
     """
     content = "pixels" if vae is None else _choose_content(config.content, vae)
     context = (
@@ -140,8 +140,8 @@ def _begin(out: Path, metadata: dict[str, Any]) -> None:
 
 
 def _read_each(dataset: Any, with_caption: bool, indices: Sequence[int]) -> list[tuple[int, Any]]:
-    """Return (index, item), or (index, `CorruptItem`), of each index; an item's third part is its
-    caption, if asked for."""
+    """Return (index, item) for each index; the item is a `CorruptItem` if it cannot be read. With
+    `with_caption`, an item's third part is its caption."""
     rows = []
     for index in indices:
         item = read_item(dataset, index)
@@ -168,7 +168,7 @@ class _Encoder:
     corrupt: CorruptLog
 
     def batches(self, part: str, span: range, bar: Any) -> Iterator[Columns]:
-        """Yield the columns of the readable images of a span, and advance `bar`."""
+        """Yield the columns for those images of `span` that can be read, and advance `bar`."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -197,7 +197,7 @@ class _Encoder:
             bar.update(len(batch))
 
     def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> Columns:
-        """Return the columns that are made of uint8 images."""
+        """Return the columns that are computed from uint8 images: image or latent, and features."""
         copies = (images, images.flip(-1)) if self.config.flips else (images,)
         columns = {"image": images[:, None]}
         if self.vae is not None:
@@ -213,7 +213,7 @@ class _Encoder:
         return columns
 
     def _encode(self, vae: Vae, images: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
-        """Return the stored values, [B,C',h,w], of uint8 images."""
+        """Return the latents to store, [B,C',h,w], of uint8 images."""
         device = next(vae.network.parameters()).device
         with autocast(device, self.precision):
             mean, logvar = vae.encode(to_model_range(images.to(device)))
@@ -227,7 +227,7 @@ class _Encoder:
 
 def _psnr(data: ImageData, vae: Vae) -> float:
     """Return the mean PSNR in dB, 10 log10(255² / mean squared error), of images after encoding and
-    decoding: a wrong autoencoder shows here."""
+    decoding. It is low with a wrong autoencoder."""
     count = min(PSNR_IMAGES, len(data.train))  # type: ignore[arg-type]
     images = read_items(data.train, range(count))[0]
     mean, _ = vae.encode(to_model_range(images.to(next(vae.network.parameters()).device)))
@@ -250,15 +250,15 @@ def write_table(
 
     Args:
         out: the table's folder.
-        batches: latents [B,K,C',h,w] and labels [B] (-1: unlabelled) of each file of the table; a
-            few thousand make a file that is quick to download. K is 2 with mirrored images, or 1.
+        batches: latents [B,K,C',h,w] and labels [B] (-1: unlabelled) for each file of the table. A
+            file of a few thousand downloads quickly. K is 2 with mirrored images, else 1.
         content: samples, mean_logvar or mean_std; with moments C' is 2 C.
         vae: `metadata` of the autoencoder that made them; None if unknown.
-        class_names: of the labels; () names them by number.
+        class_names: a name for each label; () names the classes by number.
 
     Raises:
-        ValueError: there are no latents, their shapes differ, they are not finite, deviations are
-            negative, or labels are not 0 … the number of classes - 1.
+        ValueError: there are no latents, their shapes differ, they are not finite, standard
+            deviations are negative, or labels are not 0 … the number of classes - 1.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.json").unlink(missing_ok=True)
@@ -323,11 +323,11 @@ def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
 
 
 def finish(out: Path, metadata: dict[str, Any]) -> bool:
-    """Return whether all parts exist.
+    """Return whether all parts exist; if so, complete the table.
 
-    If so, table.json gets the shape, the number of rows of each part, and mean and standard
-    deviation by channel. Of moments: E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]. The labels of
-    all rows are written to labels.npy.
+    table.json gets the shape, the number of rows of each part, and mean and standard deviation by
+    channel. With moments, E[z] = E[mean] and E[z^2] = E[mean^2] + E[std^2]. The labels of all rows
+    are written to labels.npy.
     """
     import pyarrow
 

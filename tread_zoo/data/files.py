@@ -32,8 +32,8 @@ def printable(text: str) -> str:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a text, or plain values that contain texts, without credentials and with absolute
-    paths cut to their last part."""
+    """Return a text, or plain values with texts in them, without credentials; absolute paths are
+    cut to their last part."""
     if isinstance(value, Mapping):
         return {without_paths(key): without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -60,7 +60,7 @@ def expand_braces(pattern: str) -> list[str]:
 @contextmanager
 def open_npz(path: Path, field: str) -> Iterator[Any]:
     """Yield the archive of an .npz file, whose arrays are read at first use. Raises ValueError if
-    the file is damaged or something else; the message begins with `field`."""
+    the file is damaged or of another kind; the message begins with `field`."""
     damaged = (zipfile.BadZipFile, zlib.error, EOFError)
     try:
         archive = np.load(path, allow_pickle=False)
@@ -76,7 +76,7 @@ def open_npz(path: Path, field: str) -> Iterator[Any]:
 def atomic_file(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
     """Yield a temporary file that becomes `path` at the end: written whole, or not at all.
 
-    alone: no other process writes `path` at the same time; a leftover of a stop is overwritten.
+    alone: no other process writes `path` meanwhile; what an interrupted one left is overwritten.
     """
     name = f".{path.name}.partial" if alone else f".{path.name}.{os.getpid()}.partial"
     partial = path.with_name(name)

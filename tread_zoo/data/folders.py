@@ -18,24 +18,25 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff",
 )  # fmt: skip
-FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF")  # Pillow's names of these
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF")  # Pillow's names for these
 METADATA = ("metadata.csv", "metadata.jsonl", "dataset.json")  # the first existing file is read
-PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
+PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # not classes
 
 
 def picture_files(root: Path, field: str, beside: str | None = None) -> list[Path]:
-    """Return the pictures under a folder, by suffix, in no order.
+    """Return the picture files under `root`, known by their suffix, in no particular order.
 
-    Hidden files and folders are skipped. A folder that links lead to counts once, under its own
-    name. Other files are counted in the log, except metadata and texts, which may be captions.
+    Hidden files and folders are skipped. A folder that can also be reached through links counts
+    once, under its own name. Other files are counted in the log, except metadata and texts, which
+    may be captions.
 
     Args:
         root: the folder.
-        field: its setting, for errors.
-        beside: suffix of files that belong to pictures.
+        field: the setting that names it, for errors.
+        beside: suffix of files that belong to pictures, such as contexts.
 
     Raises:
-        ValueError: there are none, or a name is not UTF-8.
+        ValueError: there are no pictures, or a name is not UTF-8.
     """
     files, others = list[Path](), Counter[str]()
     for entry in _entries(root):
@@ -61,11 +62,11 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
 @functools.cache
 def picture_formats() -> tuple[str, ...]:
     """Return the formats that pictures may have here. Pillow goes by a file's content, and would
-    start Ghostscript for what begins as PostScript."""
+    start Ghostscript for a file that begins as PostScript."""
     from PIL import Image
 
     Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)  # older ones lack AVIF
+    return tuple(name for name in FORMATS if name in Image.OPEN)  # an older Pillow lacks AVIF
 
 
 def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
@@ -94,11 +95,12 @@ def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
 def find_classes(
     root: Path, beside: str | None, *, labelled: bool
 ) -> tuple[list[str], list[int], list[str]]:
-    """Return sorted files, their labels, and the class names; no names without labels. Sub-folders
-    are the classes; names that are equal in NFC are one class. For `beside` see `picture_files`.
+    """Return sorted files, their labels, and the class names (none without labels). Sub-folders are
+    the classes; names with the same NFC form are one class. For `beside` see `picture_files`.
 
     Raises:
-        ValueError: pictures lie beside sub-folders; or, if `labelled`, these are train and val.
+        ValueError: pictures lie beside sub-folders; or, if `labelled`, the sub-folders are named
+            train and val.
     """
     folders = [e for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")]
     files = sorted(
@@ -124,14 +126,14 @@ def find_classes(
 
 
 def folder_rows(root: Path) -> dict[str, dict[str, Any]]:
-    """Return a row of values for each file that a folder's metadata name, by its path within the
-    folder; {} without metadata.
+    """Return a folder's metadata: a row of values by each file's path within the folder; {} without
+    metadata.
 
-    These are metadata.csv or metadata.jsonl with the column file_name, as in `datasets`, or EDM's
-    dataset.json, whose labels are the column `label`.
+    The metadata are metadata.csv or metadata.jsonl with the column file_name, as in `datasets`, or
+    EDM's dataset.json, whose labels become the column `label`.
 
     Raises:
-        ValueError: they cannot be read.
+        ValueError: the metadata cannot be read.
     """
     file = next((root / name for name in METADATA if (root / name).is_file()), None)
     if file is None:

@@ -21,15 +21,15 @@ def nfc(word: str) -> str:
 
 
 def read_labels(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
-    """Return labels int64 [N] and class names; no names of integers.
+    """Return labels int64 [N] and class names, which are empty for integers.
 
     Args:
-        values: an array or a list, one value per image: integers of any type (1.0 and "1" are
-            some), or words, whose classes are sorted by name and compared in NFC.
-        where: field and name of the labels, which an error begins with.
+        values: an array or a list, one value per image. Either integers of any type, such as 1.0 or
+            "1", or words, whose classes are sorted by name and compared in NFC.
+        where: setting and name of the labels, with which an error begins.
 
     Raises:
-        ValueError: a value is neither, such as 0.5, None or a list.
+        ValueError: a value is neither integer nor word, such as 0.5, None or a list.
     """
     array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=object)
     if array.size != len(array):  # neither [N] nor [N,1]
@@ -58,12 +58,11 @@ def _unusable(where: str, value: str) -> ValueError:
 def check_labels(
     labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
 ) -> tuple[str, ...]:
-    """Return the names of the classes of labels int64 [N]: `names`, or numbers if `names` are too
-    few or too many. Without `num_classes` and `names` there are as many classes as the largest
-    label + 1.
+    """Return the class names for labels int64 [N]: `names`, or numbers if `names` are too few or
+    too many. Without `num_classes` and `names` there are as many classes as the largest label + 1.
 
     Classes without images are logged: labels may start at 1. Raises ValueError if a label is
-    outside 0 … num_classes - 1, or if these are more than `MOST_CLASSES`.
+    outside 0 … num_classes - 1, or if there are more than `MOST_CLASSES` classes.
     """
     low, high = int(labels.min()), int(labels.max())
     count = num_classes or len(names) or high + 1
@@ -87,10 +86,12 @@ def check_labels(
 
 
 def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | None:
-    """Return the column of labels of a table of the `datasets` library: one named as in `COLUMNS`,
-    or the only column of class labels, or None. `used` are columns with other contents.
+    """Return the label column of a table of the `datasets` library: the first named as in
+    `COLUMNS`, else the only column of class labels, else None. `used` are columns with other
+    contents.
 
-    Columns that are not used are logged. Raises ValueError if several columns have class labels.
+    Columns that are not used are logged. Raises ValueError if several columns have class labels and
+    none is named so.
     """
     import datasets
 

@@ -1,6 +1,6 @@
 """Tables of latents or images, and the codec of latents.
 
-    x = (z - shift) scale,    z as stored, or of moments  z = mean + std noise
+    x = (z - shift) scale,    z as stored, or from moments  z = mean + std noise
 
 `normalization=standardize` takes shift and scale from the data's mean and standard deviation by
 channel, so that x has mean 0 and standard deviation 1 with every autoencoder. `scale` takes the
@@ -11,10 +11,10 @@ The table (`encode.py` writes it) is a folder:
     table.json              shape, statistics, settings and autoencoder
     train-00000.arrow …     columns latent or image (bytes), label, and perhaps context, features
     held_out-00000.arrow …  (float16 bytes)
-    labels.npy              of all rows
+    labels.npy              labels of all rows
 
-Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (2 C stored of
-moments), h height, w width, S channels of features.
+Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (moments store
+2 C), h height, w width, S channels of features.
 """
 
 import copy
@@ -38,7 +38,7 @@ from tread_zoo.seeding import ImageGenerator
 
 SPLITS = ("train", "held_out")
 DECODE_BATCH = 8  # images: decoding needs far more memory than the latents
-_LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers has it
+_LOGVAR_RANGE = (-30.0, 20.0)  # as in diffusers
 
 
 def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
@@ -65,7 +65,7 @@ class LatentCodec(Codec):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Everything that a model depends on; the autoencoder's path is no part of it."""
+        """Everything that a model depends on, which the autoencoder's path is not."""
         return {
             "kind": "latents",
             "content": self.content,
@@ -87,7 +87,7 @@ class LatentCodec(Codec):
 
     @functools.cached_property
     def autoencoder(self) -> Vae:
-        """The decoding autoencoder. Raises ValueError if another one encoded."""
+        """The autoencoder that decodes. Raises ValueError if a different one encoded the data."""
         vae = load_vae(self.decoder)
         if self.vae is not None and vae.sha256 != self.vae["sha256"]:
             raise ValueError(
@@ -113,7 +113,7 @@ class LatentCodec(Codec):
         return batch, channels // (1 if self.content == "samples" else 2), height, width
 
     def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
-        """Return the noise of moments; None for samples."""
+        """Return the noise for moments; None for samples."""
         if self.content == "samples":
             return None
         return generator.randn(*self.model_shape(stored)[1:])
@@ -126,7 +126,7 @@ class LatentCodec(Codec):
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return normalised latents; moments are drawn with `noise`."""
+        """Return normalised latents; of moments, mean + std * noise."""
         stored = stored.to(device, non_blocking=True)
         chosen = stored[:, 0]
         if flip is not None:
@@ -149,13 +149,14 @@ class LatentCodec(Codec):
 
 @functools.lru_cache(maxsize=16)
 def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return C numbers as float32 [C,1,1] on `device`; each is copied once."""
+    """Return C numbers as float32 [C,1,1] on `device`; the copy is cached."""
     return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:
-    """Return the codec of an imported network on latents, with the scale of `vae`; `vae=none` does
-    not scale. Raises ValueError if the autoencoder has another number of channels."""
+    """Return the codec for an imported network on latents, scaled as the autoencoder `vae` does;
+    `vae=none` does not scale. Raises ValueError if the autoencoder has another number of channels.
+    """
     shift, scale, metadata = 0.0, 1.0, None
     if vae != "none":
         decoder = load_vae(vae)
@@ -171,8 +172,8 @@ def imported_codec(vae: str, num_channels: int) -> LatentCodec:
 
 
 def restore_codec(metadata: dict[str, Any], vae: str) -> LatentCodec:
-    """Return the codec of a checkpoint's metadata. It decodes with `vae`; with none it cannot
-    decode."""
+    """Return the codec that a checkpoint's metadata describe. It decodes with `vae`; with `none` it
+    cannot decode."""
     values = {name: value for name, value in metadata.items() if name != "kind"}
     values |= {"shift": tuple(metadata["shift"]), "scale": tuple(metadata["scale"])}
     return LatentCodec(**values, flips=False, decoder=vae)
@@ -192,17 +193,17 @@ def latents(
     """Return the latents of a table from tread-zoo encode or `write_table`.
 
     Args:
-        path: the folder, or its address in a bucket, as in s3://bucket/folder; pip install s3fs for
-            that.
-        normalization: standardize (mean 0, standard deviation 1 by channel) or scale (the
-            autoencoder's).
-        vae: a diffusers autoencoder for pictures and scores, a folder or a name on the hub. None is
-            the autoencoder that encoded the table; the word none means no pictures.
-        held_out: fraction held out of the training part; None is the table's held-out part or,
+        path: the table's folder, or its address in a bucket, as in s3://bucket/folder, which needs
+            pip install s3fs.
+        normalization: standardize (mean 0, standard deviation 1 by channel) or scale (the shift and
+            scale of the autoencoder).
+        vae: the diffusers autoencoder that decodes latents for pictures and scores, a folder or a
+            name on the hub. null is the one that encoded the table; none makes no pictures.
+        held_out: fraction held out of the training part. null takes the table's held-out part or,
             without one, 0.1.
-        num_classes: None is the table's number; 0 drops the labels.
-        context: whether contexts, if the table has them, are the condition.
-        cache: folder for the downloaded files of a table in a bucket; None: $TREAD_ZOO_CACHE
+        num_classes: number of classes; null takes the table's; 0 drops the labels.
+        context: whether to condition on the table's contexts, if it has any.
+        cache: folder for the downloaded files of a table in a bucket; null: $TREAD_ZOO_CACHE
             or ~/.cache/tread_zoo.
         cached_parts: number of downloaded files that are kept; an epoch mixes the images of half
             as many at a time.
@@ -238,11 +239,11 @@ def table(
     """Return the images of a table from tread-zoo encode with vae=none, perhaps with features.
 
     Args:
-        path: the folder.
+        path: the table's folder, or its address in a bucket.
         held_out, num_classes, context, cache, cached_parts: see `latents`.
     """
     stored = _open_table(path, cache, cached_parts, pixels=True)
-    stored.metadata["shape"] = stored.metadata["shape"][1:]  # one copy
+    stored.metadata["shape"] = stored.metadata["shape"][1:]  # without K, which is 1
     return _table_data(stored, stored.metadata["shape"], held_out, num_classes, context, PIXELS)
 
 

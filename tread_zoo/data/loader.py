@@ -35,7 +35,7 @@ MAX_TRIES = 16  # per item; if all fail, the disk is assumed to be missing
 
 
 class StepBatches:
-    """A torch batch sampler: the indices of the steps start_step … num_steps - 1 of a run.
+    """A torch batch sampler: the indices of items for the steps start_step … num_steps - 1.
 
     Epoch e is a permutation drawn from (seed, e) alone, cut into global batches of
     batch_size * num_ranks; rank r takes the r-th slice of each. Items that do not fill a global
@@ -43,7 +43,7 @@ class StepBatches:
     one. So has a run on another number of ranks with the same global batch. Raises ValueError if
     there are fewer items than a global batch.
 
-    `items` is their number, or the data set. If it has `epoch_order`, that makes the permutations.
+    `items` is the data set or its length. If it has `epoch_order`, that makes the permutations.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class CorruptLog:
     ):
         self.file, self.num_items, self.max_share, self.field = file, 0, max_share, field
         for part in parts:
-            with suppress(AttributeError):  # a list cannot be corrupt
+            with suppress(AttributeError):  # a list takes no attribute; it cannot be corrupt
                 part.on_corrupt = self
             self.num_items += len(part)
 
@@ -203,7 +203,7 @@ def make_loader(
 def prefetch_to_device(
     batches: Iterator[tuple[Tensor, ...]], device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the batches; for a GPU, copied to it while it computes."""
+    """Yield the batches; for a GPU, they are copied to it while it computes."""
     if device.type != "cuda":
         yield from batches
         return
@@ -257,8 +257,9 @@ def _read_batches(
 def _read_batch(
     dataset: Dataset[Any], seed: int, indices: Sequence[int]
 ) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem], str]:
-    """Return (images [B,…], labels int64 [B], …), the corrupt items, and why data are unavailable;
-    None in place of the batch then, or if an item and all its replacements are corrupt."""
+    """Return the batch (images [B,…], labels int64 [B], …), the corrupt items, and why data are
+    unavailable, or "". The batch is None if data are unavailable, or if an item and all its
+    replacements are corrupt."""
     corrupt: list[CorruptItem] = []
     try:
         items = [_read_or_replace(dataset, seed, index, corrupt) for index in indices]

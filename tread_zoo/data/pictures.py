@@ -57,9 +57,9 @@ def read_picture(
     background: Colour = WHITE,
     crop: Crop = "center",
 ) -> Tensor:
-    """Return the picture of a path or of a file's content as uint8 [C,H,W], resized and cropped to
-    `image_size` (H, W), if set; transparency shows `background`. Raises ValueError if it cannot be
-    read."""
+    """Return the picture in a file, or in a file's content, as uint8 [C,H,W], resized and cropped
+    to `image_size` (H, W) if set. Transparent pixels show `background`. Raises ValueError if the
+    picture cannot be read."""
     from PIL import Image
 
     try:
@@ -83,11 +83,11 @@ def read_picture(
 def resize_and_crop(
     picture: "Image.Image", size: tuple[int, int], border: str | None = None
 ) -> "Image.Image":
-    """Return `picture` resized to cover `size` (H, W), its centre cropped; with a colour `border`,
-    resized to fit into it, with a border of that colour.
+    """Return `picture` resized to cover `size` (H, W), and its centre cropped. With a colour
+    `border`, it is resized to fit into `size`, and surrounded by that colour.
 
-    Box averages, by the largest power of two that leaves no side too short, are followed by bicubic
-    resizing: no aliasing, little blur. A smaller picture is enlarged.
+    Boxes are averaged first, as large a power of two as leaves no side too short; bicubic resizing
+    follows: no aliasing, little blur. A smaller picture is enlarged.
     """
     from PIL import Image
 

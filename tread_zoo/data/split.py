@@ -1,4 +1,4 @@
-"""The held-out part, and evenly spaced items; they do not depend on a run's seed."""
+"""Choice of the held-out part and of evenly spaced items, independent of a run's seed."""
 
 import hashlib
 from typing import Any
@@ -11,7 +11,7 @@ from tread_zoo.data.dataset import ArrayDataset, ImageData, TableDataset, as_byt
 from tread_zoo.data.loader import CorruptItem, read_item
 from tread_zoo.seeding import make_generator
 
-_COMPARED = 32  # items, which tell data of the same shape apart
+_COMPARED = 32  # items, to tell data of the same shape apart
 
 
 def split_data(
@@ -22,7 +22,7 @@ def split_data(
     class_names: tuple[str, ...],
     **metadata: Any,
 ) -> ImageData:
-    """Return the data of items: the first `num_train` are a training part, the rest a test part.
+    """Return `items` as data: the first `num_train` are a training part, the rest a test part.
 
     `held_out` is the fraction held out of the training part; the test part is then not used. None
     holds out the test part or, without one, a tenth. `metadata` are fields of `ImageData`.
@@ -72,8 +72,8 @@ def evenly_spaced(size: int, count: int | None) -> list[int]:
 
 
 def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
-    """Return indices of `count` items, the i-th with the label i mod num_classes as sample i has;
-    evenly spaced without labels. Items of small classes repeat."""
+    """Return the indices of `count` items, of which the i-th has label i mod num_classes, like
+    sample i. Without labels, they are evenly spaced. Items of small classes repeat."""
     labels = getattr(part, "labels", None)
     if not num_classes or labels is None:
         return evenly_spaced(len(part), count)
@@ -88,8 +88,8 @@ def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
 
 
 def digest_items(dataset: Dataset[Any]) -> str:
-    """Return a digest of up to 32 evenly spaced items: four hex digits of each stored image and its
-    label, `----` for a corrupt one. Data sets that are slow to read have their own digest."""
+    """Return a digest of up to 32 evenly spaced items: four hex digits for each stored image and
+    its label, `----` for a corrupt one. Data sets that are slow to read have their own digest."""
     if own := getattr(dataset, "digest", ""):
         return str(own)
     digests, stored = [], getattr(dataset, "stored", None)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import datasets
 
 TEST_SPLITS = ("test", "validation")  # the first that exists is taken if none is named
-_MEASURED = 64  # pictures, for the size
+_MEASURED = 64  # pictures whose size is read
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class PictureTable(TableDataset):
     context: tuple[int, int] | None  # T and S, if contexts take the place of labels
     image_size: tuple[int, int] | None  # resize and crop to H, W; None leaves the size
     channels: int  # 1 (grey) or 3 (RGB)
-    shape: tuple[int, int]  # (H, W) of all pictures after that
+    shape: tuple[int, int]  # (H, W) of all pictures after resizing
     background: Colour
     crop: Crop
     captions: Captions | None  # of the table's rows
@@ -97,21 +97,22 @@ class Pictures:
 
     Args:
         image_size: side of the square that pictures are resized to, or height and width, as in
-            [256,384]; null: all pictures must have one size.
+            [256,384]; null keeps the size, which must be the same for all pictures.
         channels: 1 (grey) or 3 (RGB).
         held_out: fraction held out, the same pictures in every run.
-        num_classes: None takes the number from the labels; 0 drops the labels.
-        caption_column: where the captions are; None looks for a column named caption, captions,
-            text, prompt or txt.
-        text_encoder: CLIP's text encoder or T5's, a folder or a name on the hub, whose contexts of
-            the captions take the place of the labels. They are computed once, into the cache
-            folder, which suits small data; for more see tread-zoo encode.
-        text_length: embeddings per caption; longer captions are cut. None takes the length of the
+        num_classes: number of classes; null is the number of words or class names, else the largest
+            label + 1; 0 drops the labels.
+        caption_column: column of the captions; null looks for one named caption, captions, text,
+            prompt or txt.
+        text_encoder: a text encoder of CLIP or T5, a folder or a name on the hub. It turns captions
+            into contexts, which take the place of the labels. They are computed once, into the
+            cache folder, which suits small data; for large data use tread-zoo encode.
+        text_length: embeddings per caption; longer captions are cut. null takes the length of the
             longest caption, at most 77.
-        context_length: number of embeddings per image, filled up with zeros; None is the largest
-            number.
+        context_length: number of embeddings per image, filled up with zeros; null is the largest
+            number in the data.
         background: colour behind transparent pictures, a name or #rrggbb.
-        crop: center cuts off what is beyond image_size; pad shows the whole picture on
+        crop: center fills image_size and cuts off the rest; pad shows the whole picture on
             `background`.
     """
 
@@ -193,12 +194,12 @@ class ImageFolder(Pictures):
             are ignored, and a folder that links lead to is read once. It may have a metadata.csv or
             metadata.jsonl, with a row for each picture and its path as file_name, or EDM's
             dataset.json.
-        label_column: column of the metadata; None takes one named label, labels, class, cls or
-            target, or the sub-folders.
-        caption_column: column of the metadata, or txt, which is cat.txt beside cat.png; None takes
-            the first of these that exists.
-        context: suffix of the files of embeddings, which take the place of the labels:
-            `context.npy` finds cat.context.npy beside cat.png.
+        label_column: column of the metadata; null takes one named label, labels, class, cls or
+            target, else the sub-folders.
+        caption_column: column of the metadata, or txt for files such as cat.txt beside cat.png.
+            null takes the first that exists of caption, captions, text, prompt and txt.
+        context: suffix of files with embeddings, which take the place of the labels: `context.npy`
+            finds cat.context.npy beside cat.png.
     """
 
     path: str
@@ -227,7 +228,7 @@ class ImageFolder(Pictures):
         if names and not own_labels:
             table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
         return self.data_of(
-            f"{root.name}/",  # no built-in source is called so
+            f"{root.name}/",  # no built-in source has such a name
             [table], ["image"], self.label_column, context and "context", self.caption_column,
         )  # fmt: skip
 
@@ -240,15 +241,16 @@ class HuggingFace(Pictures):
     Args:
         path: a folder from `save_to_disk`, a folder of parquet files or pictures, or a name on the
             hub (owner/name).
-        config: configuration, where the data set has several.
-        split: the training split; None is `train`. A part, as in train[:10%], is for names on the
-            hub and folders of files.
-        held_out: fraction held out of the training split. None holds out the split `test` or
-            `validation` or, without either, 0.1.
-        image_column: None finds the only column of pictures.
-        label_column: integers or words; None finds a column named label, labels, class, cls or
+        config: name of a configuration, where the data set has several.
+        split: the training split; null is `train`, or the only split. A part of a split, as in
+            train[:10%], needs a name on the hub or a folder of files.
+        held_out: fraction held out of the training split. null holds out the split `test`, else
+            `validation`, else 0.1 of the training split.
+        image_column: column of the pictures; null finds the only one.
+        label_column: column of integers or words; null finds one named label, labels, class, cls or
             target, or the only one of class labels; without any the pictures are unlabelled.
-        context_column: an embedding or a list of them per row, which take the place of the labels.
+        context_column: column with an embedding, or a list of them, per row, which take the place
+            of the labels.
     """
 
     path: str
@@ -301,10 +303,11 @@ class WebDataset(Pictures):
         path: a folder of .tar files, one file, or a pattern, `train-{000..127}.tar` or
             `train-*.tar`; also a URL that fsspec opens. A sample is a picture and perhaps a label,
             `.cls`, and a caption, `.txt` or a value in `.json`.
-        num_classes: None is the largest label + 1; 0 drops the labels.
-        caption_column: txt, or a key of `.json`; None takes txt, or a key named caption, captions,
+        num_classes: number of classes; null is the number of words or class names, else the largest
+            label + 1; 0 drops the labels.
+        caption_column: txt, or a key of `.json`; null takes txt, or a key named caption, captions,
             text or prompt.
-        context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
+        context: suffix of the files with embeddings, as in `context.npy`, which replace labels.
     """
 
     path: str
@@ -333,8 +336,8 @@ class WebDataset(Pictures):
 
 
 def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
-    """Return the table of shards, with a column for each kind of picture that we know, and labels
-    as texts. The library takes columns from the first five samples alone."""
+    """Return the shards as a table with a column for each known kind of picture, and with labels as
+    texts. By itself, the library takes its columns from the first five samples alone."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
     from datasets.packaged_modules.webdataset.webdataset import WebDataset as Reader
@@ -346,7 +349,7 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
     with mock.patch.dict(Reader.DECODERS, {"cls": label_text, "json": bytes.decode}):
         try:
             features = dict(datasets.load_dataset(**given, streaming=True).features)
-        except ValueError:  # the first five differ
+        except ValueError:  # the first five samples differ
             features = {name: datasets.Value("string") for name in ("__key__", "__url__")}
         features |= {suffix[1:]: datasets.Image() for suffix in SUFFIXES}
         features |= dict.fromkeys(("cls", "txt", "json"), datasets.Value("string"))
@@ -398,7 +401,7 @@ def _read_labels(
 
 
 def _picture(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the cell of a row's picture, the first that is not null."""
+    """Return a row's first cell with a picture, or None."""
     return next((cell for name, cell in row.items() if name != "context" and cell), None)
 
 
@@ -409,8 +412,8 @@ def _source(row: dict[str, Any]) -> Any:
 
 
 def _size_of(table: "datasets.Dataset", name: str) -> tuple[int, int]:
-    """Return (H, W) of up to 64 evenly spaced pictures. Those that cannot be opened are reported in
-    training.
+    """Return (H, W) of up to 64 evenly spaced pictures. Those that cannot be opened are skipped
+    here, and reported in training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.

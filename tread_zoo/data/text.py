@@ -1,4 +1,4 @@
-"""Captions of pictures, and their contexts by a text encoder of transformers (the extra `text`).
+"""Captions of pictures, and their contexts from a text encoder of transformers (extra `text`).
 
     context(text) = e(text) - e("")        e: the encoder's last hidden states [T, S], 0 behind the
                                            end of the text
@@ -41,13 +41,13 @@ CLASSES = {  # by the model_type of a configuration
     "clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel",
     "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel",
 }  # fmt: skip
-MOST_TOKENS = 77  # of a caption, as CLIP has it, unless text_length says otherwise
+MOST_TOKENS = 77  # per caption, as in CLIP, unless text_length is set
 COLUMNS = ("caption", "captions", "text", "prompt", "txt")  # taken in this order if none is named
 _BATCH = 64  # captions that are encoded at a time
 
 
 class TextEncoder:
-    """A text encoder in eval mode; `network` is of a class in `CLASSES`, beside its tokenizer."""
+    """A text encoder in eval mode, with its tokenizer; the class of `network` is in `CLASSES`."""
 
     def __init__(self, network: Any, tokenizer: Any, name: str):
         self.network = network.eval().requires_grad_(False)
@@ -57,12 +57,12 @@ class TextEncoder:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Class, and hash of the weights, which do not depend on where it was loaded from."""
+        """Class and hash of the weights, the same wherever the encoder was loaded from."""
         sha256 = digest_weights(self.network)
         return {"class": type(self.network).__name__, "sha256": sha256}
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of embeddings of each text, of which none is cut."""
+        """Return each text's number of embeddings; no text is cut."""
         return [len(ids) for ids in self.tokenizer(list(texts), verbose=False).input_ids]
 
     @torch.no_grad()
@@ -81,8 +81,8 @@ class TextEncoder:
 
 
 def load_text_encoder(name: str) -> TextEncoder:
-    """Return the text encoder of a folder or a name on the hub, on the CPU in float32; of a
-    diffusers pipeline, its `text_encoder`.
+    """Return the text encoder in a folder or under a name on the hub, on the CPU in float32. From a
+    diffusers pipeline, its `text_encoder` is taken.
 
     Raises:
         ValueError: transformers is not installed, the class is not in `CLASSES`, or weights are
@@ -105,7 +105,7 @@ def load_text_encoder(name: str) -> TextEncoder:
     if config.model_type not in CLASSES:
         raise unknown_name(f"text_encoder={name!r}: model_type", config.model_type, CLASSES)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(logging.ERROR)  # else it lists all of CLIP's other half
+    transformers.logging.set_verbosity(logging.ERROR)  # else it lists CLIP's image half
     try:
         network, report = getattr(transformers, CLASSES[config.model_type]).from_pretrained(
             where, subfolder=folders["network"], use_safetensors=True, dtype=torch.float32,
@@ -126,8 +126,11 @@ def load_text_encoder(name: str) -> TextEncoder:
 
 @dataclass(frozen=True)
 class Captions:
-    """The captions of a table's rows, in its only column: texts, lists of which the first is taken,
-    paths of text files as {"path": …}, or JSON whose `key` is taken."""
+    """The captions of a table's rows, from its only column.
+
+    A cell is a text, a list of texts, whose first is taken, {"path": …} of a text file, or JSON,
+    whose `key` is taken.
+    """
 
     table: "datasets.Dataset"
     key: str = ""
@@ -150,8 +153,8 @@ class Captions:
 def find_captions(
     table: "datasets.Dataset", name: str, column: str | None, used: Collection[str]
 ) -> str | None:
-    """Return the column of captions of a table: `column`, or one named as in `COLUMNS`; None
-    without any. `used` are columns of something else.
+    """Return the name of a table's caption column: `column`, or the first named as in `COLUMNS`;
+    None without any. `used` are columns with other contents.
 
     The column is logged. Raises ValueError if there is no such column.
     """
@@ -168,7 +171,7 @@ def find_captions(
 def caption_shape(
     data: ImageData, encoder: TextEncoder, length: int | None, *, shown: bool = True
 ) -> tuple[int, int]:
-    """Return (T, S) of the contexts of captions, and log how many are empty or cut.
+    """Return (T, S) of the contexts for the captions, and log how many captions are empty or cut.
 
     Raises:
         ValueError: there are no captions, or there are contexts already.
@@ -200,7 +203,7 @@ class CaptionedImages(Dataset[Any]):
     """Images with the contexts of their captions in the place of labels."""
 
     images: Any  # a data set whose items have captions
-    numbers: dict[str, int]  # of the captions
+    numbers: dict[str, int]  # of each caption: its row in `contexts`
     contexts: Tensor | None  # float16 [captions, T, S]; None: items have the captions themselves
 
     @property
@@ -226,7 +229,7 @@ class CaptionedImages(Dataset[Any]):
         return str(self.images.item_name(index))
 
     def stored(self, index: int) -> bytes:
-        """Return the bytes of the file of picture `index`."""
+        """Return the content of the file of picture `index`."""
         content: bytes = self.images.stored(index)
         return content
 
@@ -240,7 +243,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
     Args:
         data: images with captions.
         name: see `load_text_encoder`.
-        length: embeddings per caption; None is the number of the longest caption, 77 at most.
+        length: embeddings per caption; None takes the longest caption's number, at most 77.
 
     Raises:
         ValueError: see `load_text_encoder` and `caption_shape`.
@@ -271,7 +274,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
 
 
 def _caption(part: Any, index: int) -> str:
-    """Return a caption, or "" if it cannot be read, which is reported when the item is encoded."""
+    """Return a caption, or "" if it cannot be read; encoding the item will report that."""
     try:
         return str(part.caption(index))
     except ValueError:

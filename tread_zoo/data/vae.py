@@ -79,8 +79,8 @@ class Vae:
 
 
 def digest_weights(network: nn.Module) -> str:
-    """Return a hash of names, shapes and weights as float32, in order of names; it does not depend
-    on the file's format or on a storage precision that loses nothing."""
+    """Return a hash of names, shapes and weights as float32, in order of names. It is the same for
+    every file format, and for every storage precision that loses nothing."""
     digest = hashlib.sha256()
     for key, value in sorted(network.state_dict().items()):
         array = value.detach().cpu().float().contiguous()
@@ -90,8 +90,9 @@ def digest_weights(network: nn.Module) -> str:
 
 
 def load_vae(name: str) -> Vae:
-    """Return the autoencoder of a diffusers folder or a name on the hub, on the CPU in float32; of
-    a pipeline, its `vae`. Raises ValueError if its class is not in `CLASSES`."""
+    """Return the autoencoder in a diffusers folder or under a name on the hub, on the CPU in
+    float32. From a pipeline, its `vae` is taken. Raises ValueError if its class is not in
+    `CLASSES`."""
     import diffusers
 
     path = Path(name).expanduser()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-CHUNK = 32  # steps of a chunk of the delta rules and of linear attention at most, a power of 2
+CHUNK = 32  # most steps per chunk of the delta rules and linear attention, a power of 2
 
 
 def at_least_float32(*tensors: Tensor) -> torch.dtype:
@@ -58,8 +58,8 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
 
     Entries of `a` on and above its diagonal are ignored and get no gradient.
 
-    It is solved by substitution. The product Π (I + a^(2^j)) is equal only in exact arithmetic: for
-    similar keys the powers of a grow like binomials and cancel, with float32 errors above 1.
+    It is computed by substitution. The product Π (I + a^(2^j)) is equal only in exact arithmetic:
+    for similar keys the powers of a grow like binomials and cancel, with float32 errors above 1.
     """
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     return torch.linalg.solve_triangular(-a, eye, upper=False, unitriangular=True)
@@ -75,7 +75,7 @@ def row_blocks(x: Tensor, num_values: int) -> list[slice]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which sums stay in float32; the meta device has no autocast."""
+    """Return a context without autocast, so that sums stay in float32. The meta device has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
@@ -83,7 +83,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _solve_flops(
     a: tuple[int, ...], b: tuple[int, ...], *args: Any, left: bool = True, **kwargs: Any
 ) -> int:
-    """Return the FLOPs of the solution: per entry, a sum over half of the steps on average."""
+    """Return the FLOPs of a triangular solve: each entry sums over half of the steps on average."""
     return math.prod(b) * a[-1]
 
 

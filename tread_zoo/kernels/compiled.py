@@ -29,7 +29,7 @@ TIMEOUT = 60  # seconds that a compiler may take; recurrence.c, the longest, tak
 RETRY = 3600  # seconds after which a compiler that hung is tried again
 HEADER = Path(__file__).with_name("vectors.h")  # headers that the C files include
 CPU_INFO = Path("/proc/cpuinfo")
-CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # keys of the lines that matter
+CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # keys of the lines to read
 
 
 class CompiledSource:
@@ -100,7 +100,7 @@ class CompiledSource:
                 return ctypes.CDLL(str(self._build(Path(own), name)))
 
     def _build(self, folder: Path, name: str) -> Path:
-        """Return the library's file, newly built in `folder`. RuntimeError: the compiler failed."""
+        """Return a library newly built in `folder`. Raises RuntimeError if the compiler fails."""
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
             raise RuntimeError(f"no C compiler: {', '.join(COMPILERS)}")
@@ -144,7 +144,7 @@ def _compile(command: list[str]) -> None:
 
 
 def _cache_folder() -> Path:
-    """Return the folder of libraries that no other user can write. Raises OSError."""
+    """Return the folder of libraries. Raises OSError unless this user alone can write it."""
     places = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
     cache = next(filter(os.path.isabs, places), None)  # the XDG standard ignores relative paths
     if cache is None:
@@ -174,8 +174,8 @@ def _checksum(file: Path) -> str:
 
 
 def _pack(values: Iterable[Tensor | float | None]) -> bytes:
-    """Return a C struct of pointers (null for None), int64_t and float. Raises ValueError for a
-    tensor whose memory C would misread."""
+    """Return `values` as a C struct of pointers (null for None), int64_t and float. Raises
+    ValueError for a tensor whose memory C would misread."""
     fields: list[tuple[str, float]] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -40,9 +40,9 @@ class Implementation:
     Args:
         name: what `set_form` takes.
         run: the function.
-        needs: the function of an optional package or C file that `run` calls. The implementation
-            then needs a CUDA device or a CPU, too, and takes no float64 and no forward-mode
-            derivative.
+        needs: the function of an optional package or C file that `run` calls, or None. With one,
+            the implementation also needs a CUDA device or a CPU, respectively, and takes neither
+            float64 nor forward-mode derivatives.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
         limits: in words, the calls that `unsuited` accepts; "" for all calls.
         fits_all: `unsuited` concerns only speed: set by hand, the implementation takes every call.
@@ -92,10 +92,10 @@ class Operation:
             "naive".
         example: (normal, batch, length, heads, width of a head) -> the arguments of a call in
             float32, as every `run` takes them; `normal(*sizes)` draws a tensor.
-        half: indices of the arguments that a half-precision run gives in half precision; the first
-            argument is one.
+        half: indices of the arguments that are in half precision in a half-precision run; the
+            first argument is one of them.
         choice: "auto", or the name of the implementation set by hand.
-        refused: by device, precision and name: why the comparison failed, or None.
+        refused: why the comparison failed, or None, by device, precision and name.
         logged: messages that were logged, once each.
     """
 
@@ -108,7 +108,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
-used_ops: set[str] = set()  # called since the last `clear()`, outside of compiled code
+used_ops: set[str] = set()  # operations called since the last `clear()`, outside compiled code
 
 
 def register(
@@ -182,14 +182,14 @@ def get_example(
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int, int, int] = (2, 71, 2, 32),
 ) -> list[Any]:
-    """Return the arguments of the operation's example as a run in the precision `dtype` gives them.
+    """Return the arguments of the operation's example, cast as in a run in the precision `dtype`.
     `sizes` are batch, length, heads and width of a head."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator)
 
-    with torch.device("cpu"):  # whose generator draws them, whatever the default device is
+    with torch.device("cpu"):  # the CPU draws them, whatever the default device is
         drawn = OPERATIONS[op].example(normal, *sizes)
     args = [x.contiguous().to(device) if isinstance(x, Tensor) else x for x in drawn]
     for place in OPERATIONS[op].half:
@@ -208,7 +208,7 @@ def unusable(
     refused, key = OPERATIONS[op].refused, ((device.type, dtype), which.name)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if key not in refused and not transformed:
-        with _disable_current_modes():  # such as one that counts FLOPs
+        with _disable_current_modes():  # for example, the counting of FLOPs
             refused[key] = _difference_to_torch(op, which, device, dtype)
         if refused[key] is not None:
             logger.warning("%s: %s is refused: %s", op, which.name, refused[key])
@@ -267,7 +267,8 @@ def check_shapes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
     """Return {dimension: size} of tensors, given as in `x=(x, "B L D"), A=(A, "D N")`.
 
     Raises:
-        ValueError: a tensor has other dimensions, another size than an earlier tensor, or is empty.
+        ValueError: a tensor is empty, has another number of dimensions, or differs in the size of a
+            dimension from an earlier tensor.
     """
     sizes: dict[str, int] = {}
     for name, (value, dims) in given.items():
@@ -311,7 +312,7 @@ def describe(
 
 
 def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the forms that "auto" takes on a device, those with limits first, and the reasons
+    """Return the form that "auto" takes on a device, after those with limits, and the reasons
     against earlier ones."""
     if OPERATIONS[op].choice != AUTO:
         return f"{OPERATIONS[op].choice} (set by hand)"

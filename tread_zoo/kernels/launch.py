@@ -23,7 +23,7 @@ def launch(
     *args: Any,
     **options: Any,
 ) -> None:
-    """Run a Triton kernel of a module of device code, once for each point of `grid`.
+    """Run the Triton kernel `kernel` of `module`, once for each point of `grid`.
 
     The first launch of a module is logged, as compilation takes seconds unless Triton has cached
     it.

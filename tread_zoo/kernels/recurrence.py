@@ -43,7 +43,7 @@ def _forward(
 
 
 def _backward(grad: Tensor, u: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradient of each input before the ids (empty for None)."""
+    """Return the gradients of all inputs before `segment_ids`, empty for an input of None."""
     *inputs, segment_ids, scale = args
     given = _convert(inputs)
     grads = [None if x is None else torch.empty_like(x) for x in given]
@@ -74,8 +74,8 @@ def _run(inputs: Any, segment_ids: Tensor | None, scale: float, *memory: Tensor 
 
 
 def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[int, int]:
-    """Return the FLOPs of the torch form, forward and backward: the products that make W, W v, into
-    the states and out of them; and twice as many for the gradients."""
+    """Return the FLOPs of the torch form, forward and backward. Forward counts the products for W,
+    for W v, and into and out of the states; backward is twice as much."""
     (batch, length, heads, width), size = q, v[3]
     steps = power_of_two(length, CHUNK)
     rows, num_chunks = batch * heads, -(-length // steps)
@@ -85,8 +85,8 @@ def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[in
 
 
 def _delta_rule_flops(q: Sizes, v: Sizes, by_channel: bool) -> tuple[int, int]:
-    """Return the FLOPs of the torch form: products of pairs; of T with keys and values; of v' for o
-    and for the state; with the state; and the inverses."""
+    """Return the FLOPs of the torch form, forward and backward: products of pairs of steps, of T
+    with keys and values, of v' for o and for the state, and with the state; and the inverses."""
     (batch, length, heads, size), width = q, v[3]
     steps = max(2, power_of_two(length, CHUNK))
     chunks, square = -(-length // steps), steps * steps
@@ -100,8 +100,8 @@ def _delta_rule_flops(q: Sizes, v: Sizes, by_channel: bool) -> tuple[int, int]:
 
 
 def _low_rank_flops(q: Sizes, v: Sizes) -> tuple[int, int]:
-    """Return the FLOPs of the torch form: products of pairs, of values and of states, the solutions
-    for values and states, and the inverses."""
+    """Return the FLOPs of the torch form, forward and backward: products of pairs of steps, of
+    values and of states, the solutions for values and states, and the inverses."""
     (batch, length, heads, size), width = q, v[3]
     chunks = -(-length // CHUNK)
     steps = -(-length // chunks)

@@ -68,7 +68,7 @@ def import_checkpoint(
         objective: the training objective, if the project has several; None: its usual one.
         num_heads: number of attention heads, which tensors do not show; None: as in the published
             sizes.
-        num_classes: None: rows of the label table minus one for the null label.
+        num_classes: number of classes; None: rows of the label table minus one for the null label.
         drop_unknown: leave out tensors that our network does not have; else they are an error.
 
     Raises:
@@ -191,8 +191,8 @@ def _check_format(theirs: Tensors, name: str) -> None:
 
 
 def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: bool) -> list[str]:
-    """Return the names that none of our tensors uses. Raises CheckpointError if names are missing
-    or, without `drop_unknown`, unknown."""
+    """Return the names in `theirs` that none of our tensors uses. Raises CheckpointError if names
+    are missing or, without `drop_unknown`, if there are such names."""
     missing, unknown = sorted(wanted - theirs.keys()), sorted(theirs.keys() - wanted)
     if missing or (unknown and not drop_unknown):
         raise CheckpointError(

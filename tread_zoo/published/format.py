@@ -146,7 +146,7 @@ class CheckpointFormat:
         return self.block_names(2 * count + 1 if self.in_halves else count)
 
     def block_names(self, num_blocks: int) -> list[str]:
-        """Return the names that they give the blocks of a network with `num_blocks`, in order."""
+        """Return their names for the blocks of a network with `num_blocks` blocks, in order."""
         if not self.in_halves:
             return [f"blocks.{i}" for i in range(num_blocks)]
         halves = [
@@ -181,7 +181,7 @@ class CheckpointFormat:
         }
         if self.reversed_time:
             keywords["reversed_time"] = True
-        if self.has_heads:  # heads of 64 in every published size but the widest: 16 of 72
+        if self.has_heads:  # 64 wide, except in the widest published size: 16 of 72
             published = 16 if width == 1152 else max(1, width // 64)
             keywords["num_heads"] = num_heads or published
         return keywords

@@ -236,7 +236,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
-    moved = {"data.vae", "data.text_encoder"}  # other ones are found by their weights
+    moved = {"data.vae", "data.text_encoder"}  # paths may differ: the weights are compared
     fixed = {f for f in fields if f.partition(".")[0] in _KEPT} - moved
     wrong = [text for field, text in fields.items() if field in fixed]
     if wrong and not config.resume_changed:
@@ -269,15 +269,15 @@ def data_metadata(data: ImageData) -> dict[str, Any]:
 
 
 def check_same_data(checkpoint: Checkpoint, given: dict[str, Any], *, images: bool = False) -> None:
-    """Check that the data match the checkpoint's: other classes or another normalisation under the
-    same path would go unnoticed.
+    """Check that the data match the checkpoint's. Otherwise, other classes or another normalisation
+    under the same path would go unnoticed.
 
     Args:
         given: metadata from `data_metadata`.
         images: also compare a sample of the images, if both have hashes.
 
     Raises:
-        CheckpointError: size, channels, classes, contexts, the decoder of latents or images differ.
+        CheckpointError: size, channels, classes, contexts, the codec of latents or images differ.
     """
     saved = checkpoint.meta["data"]
     wrong = [

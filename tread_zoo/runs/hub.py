@@ -95,8 +95,9 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
 
 
 def find_folder(path: Path, *, revision: str | None = None, into: Path | None = None) -> Path:
-    """Return `path` if it exists, or the folder of a network that comes with the package, or one
-    with the two files of `user/name` on the hub: `into`, or a folder in the hub's cache.
+    """Return the folder of a network: `path` if it exists, or that of a network that comes with the
+    package, or one with the two files of `user/name` on the hub, which is `into` or in the hub's
+    cache.
 
     Raises:
         OSError: the download fails, or `path` is not a hub name: it begins with `runs/`, or `user`
@@ -148,7 +149,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     try:
         address = hub.create_repo(repo, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder)
-    except Exception as error:  # also from its network library
+    except Exception as error:  # its network library raises its own
         why = " ".join(str(error).split())[:300]
         raise OSError(f"{folder} cannot be uploaded as {repo!r}: {why}") from error
     return str(address)

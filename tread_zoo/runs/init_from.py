@@ -1,9 +1,10 @@
 """A new run that starts from trained weights: `init_from=CHECKPOINT`.
 
-The backbone is the checkpoint's, except for options that the run sets: options that differ from the
-defaults, and the sizes of a backbone name other than the default. Weights are matched by name. If
-the condition or the number of outputs differs, the layers that depend on it start fresh, and so do
-fusions and mask tokens that the checkpoint lacks. All other weights must fit.
+The backbone is the checkpoint's, except for what the run sets: options that differ from their
+defaults and, if it names another backbone than the default one, the sizes that the name stands for.
+Weights are matched by name. If the condition or the number of outputs differs, the layers that
+depend on it start fresh, and so do fusions and mask tokens that the checkpoint lacks. All other
+weights must fit.
 """
 
 import json

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 _SHARED = ("start", "end", "selector", "selection_rate", "warm_start", "dense_tail", "probability")
-# options that made another method, or whose conversion nobody needed: the value without effect
+# options that are not converted, with the value at which they had no effect
 _UNUSED = {
     "routes": [], "schedule": "constant", "redraw": False, "reconstruction_weight": None,
     "carry_from": None, "detach": False, "sparsify": True, "rate_range": None, "per_batch": False,
 }  # fmt: skip
-# removed options by the beginning of a part's name: the value that every network now has
+# beginning of a part's name -> removed options, with the value that every network now has
 _REMOVED: dict[str, dict[str, Any]] = {
     "tread": {"per_batch": False},
     "layer_drop": {"unit": "range"},
@@ -34,11 +34,11 @@ def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
     """Return today's routing method and options for an earlier version's configuration.
 
     Raises:
-        ValueError: other options were in use.
+        ValueError: options that are not converted were in use.
     """
     if old["name"] == "none":
         return {"name": "none"}
-    if "sparsify" not in old:  # of today
+    if "sparsify" not in old:  # already today's form
         return dict(old)
     new = {key: old[key] for key in _SHARED if key in old}
     for option, usual in _UNUSED.items():

@@ -80,7 +80,7 @@ class Restored:
         return method
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
-        """Return the weak network of the guidance on the same device, or None without one."""
+        """Return the guidance's weak network, on the same device; None if it has none."""
         weak = load_weak(options, self.backbone, self.objective)
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
@@ -180,7 +180,8 @@ def load_weak(
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `part` with the changes that are not None, as `Restored.sampling` describes."""
+    """Return the options `part` with all `changes` that are not None. If the `name` changes, only
+    options that both parts have are kept."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

@@ -244,8 +244,8 @@ def check_recomputation(probe: Probe) -> None:
 
 
 def check_half_precision(probe: Probe) -> None:
-    """bfloat16, by autocast or as dtype of weights and images, gives nearly the float32 output, in
-    a dtype no wider, and finite gradients."""
+    """With bfloat16, by autocast or as the dtype of weights and images, the output is nearly the
+    float32 output, in a dtype no wider, and gradients are finite."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
     full, _ = output_and_gradients(backbone, (x, t, y), routes)

@@ -108,7 +108,7 @@ def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
 
 def check_order_alone_is_a_scans(probe: Probe) -> None:
     """Blocks that depend on the order but not on ids are scans: among equal tokens, farther ones
-    matter less. Positions by index, rotary or sines, would oscillate. A rule of thumb."""
+    matter less. With positions by index, rotary or sines, influence oscillates. A rule of thumb."""
     backbone = probe.build()
     num_kept = backbone.num_tokens - 1
     if num_kept < 3 * EDGE or what_blocks_depend_on(probe, backbone) != {"order"}:

@@ -49,7 +49,7 @@ class MethodProbe:
 
     @property
     def method(self) -> Method:
-        """The method."""
+        """The method that `part` describes."""
         return create("routing", self.part)
 
     def build(self, method: Method | None = None, fresh: bool = False) -> Backbone:
@@ -102,7 +102,7 @@ def check_tokens_return_whole(probe: MethodProbe) -> None:
             for full, entered in zip(start.streams, tokens.streams, strict=True):
                 extra = backbone.num_extra_tokens
                 assert torch.equal(entered[:, :extra], full[:, :extra]), "extra tokens are routed"
-            made = {4: tokens.streams[0]}  # from inside to after the crossing
+            made = {4: tokens.streams[0]}  # a skip from inside to after the crossing
             used = {k: v for k, v in tokens.skips.items() if k not in tokens.inner}
             after = exit(tokens._replace(skips={**used, **made}))
             assert after.layout.ids is start.layout.ids, "the layout is not the one at the start"

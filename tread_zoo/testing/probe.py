@@ -164,8 +164,8 @@ def run_again(
     change: Callable[[Tensor], Tensor],
     layout: Layout,
 ) -> Streams:
-    """Return a block's output on changed streams and skip, with a new condition and a copy of the
-    layout."""
+    """Return the output of a block that is called again as in `call`, with `change` applied to its
+    streams and skip, a new condition, and a copy of `layout`."""
     streams = tuple(change(stream) for stream in call.before)
     skip = None if call.skip is None else change(call.skip)
     condition = fresh_condition(backbone, inputs, layout)

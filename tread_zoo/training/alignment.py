@@ -66,9 +66,9 @@ class REPA:
             quarter of the depth, the 8th of 28.
         weight: factor of the term in the loss.
         projection: mlp, three linear layers with SiLU on each token, or conv, one 3x3 convolution
-            over the grid, with zeros for tokens that bypass.
-        normalize: spatial subtracts from each channel of the features `mean_share` of its mean over
-            the image, and divides by its standard deviation.
+            over the grid, with zeros for tokens that bypass the block.
+        normalize: spatial normalises each channel of the features over the image: it subtracts
+            `mean_share` of the mean, and divides by the standard deviation. none does neither.
         mean_share: fraction of the mean that `normalize=spatial` subtracts.
         hidden_size: width of the mlp.
         stop: fraction of training after which the term and its cost are dropped.

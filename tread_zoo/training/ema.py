@@ -38,7 +38,7 @@ class WeightAverage:
         # such weights from one step of a sampler to the next.
         self.network: Backbone = deepcopy(network).eval()
         self.decay = decay
-        self._slices: dict[str, Tensor] = {}  # by name, if weights are sharded
+        self._slices: dict[str, Tensor] = {}  # this rank's, by name, if weights are sharded
 
     def to(self, device: torch.device, network: nn.Module) -> None:
         """Move the averages to the devices of `network`'s weights, and shard them likewise."""
@@ -50,8 +50,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, network: nn.Module, step: int, skipped: Tensor | None = None) -> None:
-        """Add the weights after optimizer step `step`, counted from 1, to the averages, unless
-        `skipped`, a number on their device, is 1.0."""
+        """Add the weights after optimizer step `step`, counted from 1, to the averages. If
+        `skipped`, a number on their device, is 1.0, nothing changes."""
         averages: Sequence[Tensor] = list(self._slices.values()) or list(self.network.parameters())
         weights = list(network.parameters())
         # average -= (1 - decay) (average - weights): SGD with the weights as negated gradient and a
@@ -71,7 +71,7 @@ class WeightAverage:
         return self.network.to(device)
 
     def release(self) -> None:
-        """Move the copy of sharded weights that `full_network` made off its device."""
+        """Move the copy that `full_network` made of sharded weights back to the CPU."""
         if self._slices:
             self.network.cpu()
 

@@ -296,9 +296,8 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
-        """Return whether samples are due after a step, and whether a score before the end is. In a
-        run that was `resumed` at this step, only missing ones are due. Every rank must call
-        this."""
+        """Return whether samples are due after a step, and whether a score before the end is due.
+        If the run was `resumed` at this step, only missing ones are due. Every rank calls this."""
         training, last = self.setup.training, step == self.setup.num_steps
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)

@@ -154,9 +154,9 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
 def sample_and_score(
     state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = False
 ) -> int:
-    """Write the samples and the score that are due after `state.step`; if `resumed`, only samples
-    and scores that a signal or a crash prevented. A signal interrupts the work. Return the signal
-    that any rank received meanwhile, or 0. Every rank must call this."""
+    """Write the samples and the score that are due after `state.step`, and return the signal that
+    any rank received meanwhile, or 0. A signal interrupts the work. If `resumed`, only samples and
+    scores that a signal or a crash prevented are due. Every rank must call this."""
     samples, score = log.due(state.step, resumed=resumed)
     if not (samples or score):
         return 0
@@ -425,8 +425,8 @@ def affordable_steps(config: RunConfig) -> int:
 def step_flops(
     setup: Setup, network: Backbone, routing: Method | None = None
 ) -> list[tuple[range, float]]:
-    """Return for each stage of a run the number of steps, and the FLOPs per image of a step's whole
-    loss, including further passes, a teacher and the alignment's projection.
+    """Return the steps of each stage of a run, and the FLOPs per image of a step's whole loss,
+    including further passes, a teacher and the alignment's projection.
 
     Args:
         setup: the run.

@@ -1,4 +1,4 @@
-"""Optimizers: dataclasses of options whose `build` makes a `torch.optim.Optimizer` of a backbone.
+"""Optimizers: dataclasses of options whose `build` makes a `torch.optim.Optimizer` for a backbone.
 
 The loop multiplies the learning rate that each parameter group starts with by the schedule's
 factor; it knows nothing else of an optimizer.
@@ -25,19 +25,19 @@ class OptimizerPart(Protocol):
     """The interface of registered optimizers."""
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
-        """Return the optimizer of all parameters of `backbone`, on their device."""
+        """Return an optimizer for all parameters of `backbone`, on their device."""
 
 
 @register("optimizer", "adamw")
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (arXiv 1711.05101) of every parameter.
+    """AdamW (arXiv 1711.05101) for every parameter.
 
     Args:
-        learning_rate: the peak; auto is the rate registered with the backbone.
+        learning_rate: the peak rate; auto is the rate registered with the backbone.
         weight_decay, beta1, beta2: as in torch.
-        weight_decay_on: all parameters, or matrices: then norms, biases and embeddings are exempt.
-            Rates, steps and D of scans always are; see `no_weight_decay_names`.
+        weight_decay_on: all decays all parameters; matrices exempts norms, biases and embeddings.
+            The rates, step sizes and D of scans are never decayed (`no_weight_decay_names`).
     """
 
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
@@ -59,17 +59,17 @@ class AdamW:
 @register("optimizer", "muon")
 @dataclass(frozen=True)
 class Muon:
-    """Muon (Jordan 2024) of the backbone's hidden matrices, AdamW of all else; see
+    """Muon (Jordan 2024) for the backbone's hidden matrices, AdamW for all else; see
     `hidden_matrices` and docs/training.md.
 
     Args:
         learning_rate: the peak of Muon's rate; auto is the rate registered with the backbone.
         momentum, nesterov, ns_steps: as in torch; `ns_steps` is the number of Newton-Schulz steps.
-        weight_decay: the decay of both.
+        weight_decay: weight decay of Muon and AdamW.
         weight_decay_on: as in `AdamW`; Muon's matrices are always decayed.
         adjust_lr_fn: factor on Muon's rate by the shape [rows, columns] of a matrix;
-            match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that rates of AdamW fit (Moonlight,
-            arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
+            match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that a rate for AdamW suits Muon, too
+            (Moonlight, arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
         adamw_learning_rate: the peak of AdamW's rate; auto is `learning_rate`.
         beta1, beta2: options of AdamW.
     """
@@ -133,10 +133,9 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
 
 
 def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[str]:
-    """Return the names of the parameters without weight decay: parameters that are marked
-    `_no_weight_decay`, as in fla and mamba. If only matrices are decayed, also biases, other
-    vectors, and embeddings, which are the parameters of the backbone itself and of `nn.Embedding`.
-    """
+    """Return the names of the parameters without weight decay. These are marked `_no_weight_decay`,
+    as in fla and mamba. If only matrices are decayed, also biases, other vectors, and embeddings,
+    which are the parameters of the backbone itself and of `nn.Embedding`."""
     spared = set()
     for path, module in backbone.named_modules():
         embeds = module is backbone or isinstance(module, nn.Embedding)
@@ -151,8 +150,8 @@ def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[s
 def _split(
     parameters: Mapping[str, Tensor], spared: Collection[str], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return parameter groups: one without weight decay, if `spared` is not empty, and last the
-    group with weight decay, which further parameters join."""
+    """Return the parameter groups: first one without weight decay, unless it would be empty; last
+    the one with weight decay, which further parameters join."""
     first = [p for name, p in parameters.items() if weight_decay and name in spared]
     rest = [p for name, p in parameters.items() if not weight_decay or name not in spared]
     groups = [{"params": first, "weight_decay": 0.0}] if first else []
@@ -171,8 +170,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Args:
         parameters: all trained parameters, by name.
         matrices: sizes of the parts along the rows, by name; see `hidden_matrices`.
-        muon, adamw: options of torch's optimizers. The parameter groups are those of `muon`, one
-            for each way to split, which is its `row_sizes`; then those of `adamw`.
+        muon, adamw: options of torch's optimizers. The parameter groups of `muon` come first, one
+            for each way to split, with that split as `row_sizes`; then come those of `adamw`.
         spared: names of parameters that AdamW does not decay.
     """
 

@@ -103,7 +103,7 @@ class Setup:
         self, rank: int = 0, num_ranks: int = 1, step: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield (images as stored, labels [B] or contexts [B,T,S]) for each micro-step of a rank,
-        starting at optimizer step `step`. Features [B,K,S,h,w] follow until the alignment stops.
+        starting at optimizer step `step`; features [B,K,S,h,w] third until the alignment stops.
 
         Raises:
             ValueError: there are too few images for one batch on each rank.
@@ -313,7 +313,7 @@ def to_devices(
         for part, average in averages.items():
             load_weights(average.network, checkpoint, part)
         if projector is not None and "alignment.safetensors" in checkpoint.meta["sha256"]:
-            load_weights(projector, checkpoint, "alignment")  # absent if switched on now
+            load_weights(projector, checkpoint, "alignment")  # absent if only now switched on
     dtype = DTYPES[resolve_precision(setup.training.precision, accelerator.device)]
     if setup.training.compile:
         describe(accelerator.device, dtype=dtype)  # compiled code cannot check kernels

@@ -40,9 +40,9 @@ class Stopped(SystemExit):
 
 
 def requeue_from_the_start() -> None:
-    """Let signals that requeue end the process with the requeue status until `StopSignals` takes
-    over; Python's default status is another. Until `imported` is called, Ctrl-C ends the process
-    with one line, because an interrupted import may raise any exception."""
+    """Make signals that requeue end the process with the requeue status, not Python's, until
+    `StopSignals` takes over. Until `imported` is called, Ctrl-C ends the process with one line,
+    because an interrupted import may raise any exception."""
     for number in REQUEUE_SIGNALS:
         signal.signal(number, _requeue)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

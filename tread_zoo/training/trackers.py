@@ -54,7 +54,7 @@ class AccelerateTracker(Tracker):
 
     Args:
         service: accelerate's name for the service, which is also the name of its package.
-        project: project of the run; for tensorboard, a folder in the run's folder.
+        project: the service's project for the run; for tensorboard, a folder in the run's folder.
 
     Raises:
         ValueError: the service's package is not installed.

@@ -17,7 +17,7 @@ from tread_zoo.kernels.bidirectional_wkv.torch_form import flops, outputs_like
 from tread_zoo.kernels.compiled import CompiledSource
 from tread_zoo.kernels.operators import make_operator
 
-CHANNELS = 64  # of a block, as in wkv.c
+CHANNELS = 64  # per block, as in wkv.c
 WKV_C = CompiledSource(Path(__file__).with_name("wkv.c"))
 
 

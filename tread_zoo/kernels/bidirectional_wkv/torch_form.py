@@ -20,7 +20,7 @@ the quotient's two parts and f_t = exp(u + k_t - r_t),
 
 No gradient passes through m and r: they cancel. Each operation runs once for all steps, except the
 recurrences of m, h and G, which take four per step for both directions. Only the inputs are kept
-for it.
+for backward.
 
 Dimensions: B batch, L length, C channels, R rows of the batch done at a time. Tensors are
 time-major: [L, 2, R, C] with the direction second, the backward one in its own time, last first.
@@ -105,7 +105,7 @@ class _Inputs(NamedTuple):
 def _prepare(
     rows: slice, k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> _Inputs:
-    """Return the `rows` of the arguments that `bidirectional_wkv` takes."""
+    """Return the `rows` of the arguments of `bidirectional_wkv`."""
     dtype = at_least_float32(k, v)
     keys, values = (x[rows].to(dtype).transpose(0, 1) for x in (k, v))
     places = None if positions is None else positions[rows].t().to(dtype).unsqueeze(-1)
@@ -113,7 +113,7 @@ def _prepare(
 
 
 class _Memory:
-    """Memory of a block of rows, reused by the next: one allocation a call."""
+    """Memory for a block of rows, reused by the next block: one allocation per call."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._flat = torch.empty(0, dtype=dtype, device=like.device)
@@ -150,7 +150,7 @@ class _Scan(NamedTuple):
 
 
 class _Mean(NamedTuple):
-    """own: f, inverse: 1 / D, out: N / D, each [L, R, C]."""
+    """The mean and its parts, each [L, R, C]: own is f, inverse is 1 / D, out is N / D."""
 
     own: Tensor
     inverse: Tensor
@@ -160,7 +160,7 @@ class _Mean(NamedTuple):
 def _gradients(
     inputs: _Inputs, memory: _Memory, grad: Tensor, gk: Tensor, gv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write ∂k and ∂v to `gk` and `gv` [L, R, C] and return ∂s and ∂u [C], from `grad`."""
+    """Write ∂k and ∂v to `gk` and `gv` [L, R, C] and return ∂s and ∂u [C], given `grad`."""
     scan = _lend(memory, inputs, count=8)
     _run(inputs, scan)
     mean = _weigh(inputs, scan)
@@ -239,7 +239,7 @@ def _weigh(inputs: _Inputs, scan: _Scan) -> _Mean:
 
 
 def _lend(memory: _Memory, inputs: _Inputs, count: int) -> _Scan:
-    """Return a scan in `count` tensors [L, 2, R, C]: 6 for the forward pass, which has no G."""
+    """Return a scan that uses `count` tensors [L, 2, R, C]; the forward pass, without G, uses 6."""
     length, batch, channels = inputs.k.shape
     lent = memory.lend(count, length, 2, batch, channels)
     m, a, b, g = lent[:4].unbind(0)

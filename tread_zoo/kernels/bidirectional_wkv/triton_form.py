@@ -1,13 +1,14 @@
 """The bidirectional WKV in Triton: a running maximum in registers, forward and backward.
 
-With p_t the positions, s = w/T, the state of some steps seen from step j, at or after all of them,
+With p_t the positions and s = w/T, the state of some steps i <= j, seen from step j, is
 
     m = max_i k_i - (p_j - p_i) s,     (N, D) = Σ_i exp(k_i - (p_j - p_i) s - m) (v_i, 1)
 
-and two states make one: the older decays by the distance, both go over the larger maximum. The
-state of all steps before t, seen from t-1 and decayed by d = p_t - p_{t-1} less one, the same from
-the other side, and the step's own term, exp(u + k_t) (v_t, 1), are put on their largest exponent:
-their sum is exp(r_t) (N_t, D_t). Nothing overflows and no quotient is 0/0, as in the torch form.
+Two states merge into one: the older decays by the distance, both are scaled to the larger maximum.
+For step t, three terms are scaled to their largest exponent r_t: the state of all steps before t,
+seen from t-1 and decayed by p_t - p_{t-1} - 1; the same from the other side; and the step's own
+term, exp(u + k_t) (v_t, 1). Their sum is exp(r_t) (N_t, D_t). Nothing overflows and no quotient is
+0/0, as in the torch form.
 
     out_t = N_t / D_t,     ℓ_t = r_t + log D_t,     W_ti = exp(k_i - (|p_t - p_i| - 1) s - ℓ_t) <= 1
 

@@ -1,5 +1,4 @@
-"""The causal convolution with SiLU in C for a CPU, in one pass over the inputs, which are all that
-autograd keeps.
+"""The causal convolution with SiLU in C for a CPU, in one pass; autograd keeps only the inputs.
 
 Rows of the batch and blocks of channels are independent of each other, so the number of threads
 changes no bit; the gradients of weights and biases are summed over the rows afterwards.
@@ -78,7 +77,7 @@ def _run(
 
 
 def _same(segment_ids: Tensor, taps: int) -> Tensor:
-    """Return bool [B, L, W]: whether the token so many steps back has the same id."""
+    """Return bool [B, L, W]: whether the token 0 … W-1 steps back has the same id."""
     back = F.pad(segment_ids, (taps - 1, 0)).unfold(1, taps, 1).flip(-1)
     return back == segment_ids.unsqueeze(-1)
 

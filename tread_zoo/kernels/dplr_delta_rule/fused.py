@@ -1,4 +1,4 @@
-"""Adapter of fla's Triton kernel; importing fla needs triton.
+"""Adapter of flash-linear-attention's Triton kernel; importing that package needs triton.
 
 The kernel does not support segments. Where a segment begins, a log-decay of `RESET` leaves 1e-13 of
 the state, and a = 0 ignores it. A lower log-decay would leave less, but the kernel sums log-decays

@@ -79,7 +79,7 @@ def gated_delta_rule(
         S_t = (I - β_t k_t k_tᵀ) diag(exp(log_decay_t)) S_{t-1} + β_t k_t v_tᵀ
 
     from S_0 = 0 (Gated DeltaNet, arXiv 2412.06464, equation 10; with a decay for each channel Kimi
-    Delta Attention, arXiv 2510.26692). Decays, the states and all between are float32 at least,
+    Delta Attention, arXiv 2510.26692). Decays, states and all values between are float32 at least,
     under autocast too.
 
     Args:

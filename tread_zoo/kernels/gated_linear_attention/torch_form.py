@@ -134,8 +134,12 @@ def _gradients(
 
 
 def _decays(log_decay: Tensor) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor, Tensor]:
-    """Return the decays since and until the middle of each block, for halves of 1, 2, 4, … steps,
-    as (h, since [T, r, Q / 2h, h, K], until); then since the chunk's start and until its end."""
+    """Return the decays within blocks of every size, and within the chunk.
+
+    The first result has (h, since, until) for h = 1, 2, 4, …: the decays since and until the middle
+    of each block of 2 h steps, [T, r, Q / 2h, h, K]. The others are the decays since the chunk's
+    start and until its end.
+    """
     since, until, levels = log_decay.exp(), torch.ones_like(log_decay), []
     h = 1
     while h < log_decay.shape[2]:

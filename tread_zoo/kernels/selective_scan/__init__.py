@@ -58,7 +58,7 @@ def _after_softplus(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _states_above(most: int) -> Callable[..., str | None]:
-    """Return a function that refuses calls with more states; see `Implementation.unsuited`."""
+    """Return an `Implementation.unsuited` that refuses calls with more than `most` states."""
 
     def unsuited(u: Tensor, delta: Tensor, A: Tensor, *rest: object) -> str | None:
         return f"{A.shape[1]} states, more than {most}" if A.shape[1] > most else None

@@ -20,7 +20,7 @@ from tread_zoo.kernels.compiled import CompiledSource
 from tread_zoo.kernels.operators import make_operator
 from tread_zoo.kernels.selective_scan.torch_form import flops, kept_like, num_chunks
 
-CHANNELS = 128  # of a block, as in scan.c
+CHANNELS = 128  # per block, as in scan.c
 SCAN_C = CompiledSource(Path(__file__).with_name("scan.c"))
 
 
@@ -66,8 +66,8 @@ def _prepare(
     step_bias: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the inputs as `scan` takes them: A / ln 2 as [G, N, P], and instead of the ids, 0
-    where a segment begins, else 1."""
+    """Return the inputs as `scan` takes them. A becomes A / ln 2 [G, N, P], and `segment_ids`
+    become 0 where a segment begins, else 1."""
     rates = (A.float() / math.log(2)).view(B.shape[2], -1, A.shape[1]).transpose(1, 2)
     keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
     given = (u, delta, rates, B, C, D, step_bias, keep)
@@ -82,7 +82,7 @@ def _scan(inputs: tuple[Any, ...], states: Tensor, *results: Tensor | None) -> N
 
 
 def _num_blocks(inputs: tuple[Any, ...]) -> int:
-    """Return the number of blocks of a group's channels."""
+    """Return how many blocks of at most CHANNELS channels a group has."""
     return -(-inputs[2].shape[2] // CHANNELS)
 
 

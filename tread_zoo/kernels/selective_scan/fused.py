@@ -53,7 +53,7 @@ def restart(u: Tensor, delta: Tensor, A: Tensor, segment_ids: Tensor) -> tuple[T
 def _scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> Tensor:
-    """Return the result of `selective_scan_fn`: u, Δ [B, D, L] and B, C [B, G, N, L], all
+    """Return the result of `selective_scan_fn` for u, Δ [B, D, L] and B, C [B, G, N, L], all
     float32."""
     return (
         SCAN(

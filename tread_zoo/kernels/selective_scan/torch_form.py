@@ -32,9 +32,9 @@ STEP_VALUES = 32768  # values per step of a tile on a CPU, so that a few tiles f
 
 
 class _Inputs(NamedTuple):
-    """The inputs in the state's dtype, time-major: a step of a tile is one block.
+    """The inputs in the state's dtype, time-major, so that a step of a tile is contiguous.
 
-    u, delta: [L, B, G, 1, P]. A, and A / ln 2 as rates of 2^x: [G, N, P]. B, C: [L, B, G, N].
+    u, delta: [L, B, G, 1, P]. A, and rates = A / ln 2 for 2^x: [G, N, P]. B, C: [L, B, G, N].
     D: [G, 1, P] or None. keep: 0 where a segment begins, else 1, [L, B, 1, 1, 1] or None.
     """
 

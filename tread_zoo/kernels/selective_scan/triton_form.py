@@ -40,7 +40,7 @@ BACKWARD_OPTIONS = {"maxnreg": 168} if torch.version.hip is None else {}
 
 
 class _Blocks(NamedTuple):
-    """The block of a program, the number of blocks per group, and the number of programs."""
+    """Channels and states of a program's block, blocks (parts) per group, and programs."""
 
     channels: int
     states: int
@@ -98,8 +98,8 @@ def _prepare(
     D: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the inputs as the kernels take them: contiguous, A and D in float32, and instead of
-    the ids, float32 [B, L]: 0 where a segment begins, else 1."""
+    """Return the inputs as the kernels take them: contiguous, with A and D in float32.
+    `segment_ids` become float32 [B, L]: 0 where a segment begins, else 1."""
     keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
     given = (u, delta, A.float(), B, C, None if D is None else D.float(), keep)
     return tuple(None if x is None else x.contiguous() for x in given)
@@ -121,7 +121,7 @@ def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
 
 
 def _split(batch: int, width: int, groups: int, size: int, wanted: int) -> _Blocks:
-    """Return the blocks for programs of `wanted` states, or of all states of a group."""
+    """Return blocks of `wanted` states per program, or of a whole group if it has fewer."""
     states = _power_of_two(size)
     channels = min(wanted // states, _power_of_two(width // groups))
     parts = -(-width // groups // channels)

@@ -139,11 +139,11 @@ def _place(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the places in memory that this program works on.
+    """Return the offsets in memory that this program works on.
 
-    These are the row of the batch and the block's number in its group, int64; the channels [D] and
-    which of them exist; the places [N] of a group's vector in [G, N], and which exist; the places
-    [D, N] of the block in [D, N], and which exist.
+    In order: the row of the batch and the block's number in its group, int64; the channels [D]; the
+    offsets [N] of a group's vector in [G, N]; the offsets [D, N] of the block in a matrix [D, N].
+    Each of the last three is followed by a mask of those that exist.
     """
     GROUP: tl.constexpr = WIDTH // GROUPS
     BLOCKS: tl.constexpr = (GROUP + BLOCK_D - 1) // BLOCK_D
