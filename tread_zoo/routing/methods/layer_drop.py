@@ -20,7 +20,7 @@ class LayerDrop(Method):
 
     Args:
         start, end: the range is start … end-1, as a Python slice; auto is the backbone's default.
-        drop: probability that a step leaves it out.
+        drop: probability that a step leaves the range out.
     """
 
     start: Auto | int = "auto"

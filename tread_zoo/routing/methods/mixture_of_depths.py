@@ -45,7 +45,7 @@ class MixtureOfDepths(Method):
     probability: float = field(default=1.0, init=False)
 
     drawn = False
-    keep_all_is_dense = False  # updates are scaled
+    keep_all_is_dense = False  # updates are scaled even then
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
         num_kept = stack.num_kept(rate)
@@ -74,7 +74,7 @@ class Routers(nn.Module):
         self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings with their routers; `default` if none routes tokens."""
+        """Return the crossings with their routers set; `default` if no crossing routes tokens."""
         given = [each for each in crossings if isinstance(each, Weigh)]
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):

@@ -107,7 +107,7 @@ class Merge(Crossing):
         likeness = likeness.scatter(1, self.targets, -torch.inf)
         merged = likeness.topk(num_tokens - self.num_kept, dim=1).indices
         stays = torch.ones_like(nearest).scatter(1, merged, 0)
-        place = stays.cumsum(dim=1) - 1  # among those that stay
+        place = stays.cumsum(dim=1) - 1  # index among the tokens that stay
         joined = place.gather(1, self.targets.gather(1, nearest))
         ids = stays.argsort(dim=1, descending=True, stable=True)[:, : self.num_kept]
         return torch.where(stays.bool(), place, joined), ids
