@@ -88,7 +88,7 @@ class DDPM(AdditiveNoise):
         [num_steps + 1]. With num_steps=1 these are sigma at step 999, and 0.
 
         Raises:
-            ValueError: another grid, a shift or rho is set, or num_steps is above 1000.
+            ValueError: the grid is not `uniform`, shift or rho is set, or num_steps is above 1000.
         """
         grid.choose(("uniform",), "ddpm")
         if num_steps > NUM_STEPS:
