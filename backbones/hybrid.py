@@ -78,11 +78,11 @@ CheckedPattern = Annotated[Pattern, AfterValidator(_check_pattern)]
 
 
 class Hybrid(LightningBackbone):
-    """A stack of `LightningBlock`s whose mixers follow a pattern.
+    """Blocks of LightningDiT whose mixers follow a pattern, such as delta rules with some attention.
 
     Args:
         pattern: mixers, their options and numbers of blocks, repeated up to the depth.
-        num_heads: H of every mixer; hidden_size D must be divisible by 4 H.
+        num_heads: heads H of every mixer; hidden_size D must be divisible by 4 H.
     """
 
     default_selector: ClassVar[str] = "rows"

@@ -44,8 +44,8 @@ class SelectiveScan(ScanMixer):
 
     Args:
         hidden_size: D.
-        expand: I over D.
-        state_size: S.
+        expand: inner width I over D.
+        state_size: size of the state, S.
         conv_width: taps of the causal convolution before the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
     """

@@ -48,9 +48,9 @@ class BidirectionalSSD(ScanMixer):
 
     Args:
         hidden_size: D.
-        expand: I over D.
-        state_size: S.
-        head_size: P, a divisor of I.
+        expand: inner width I over D.
+        state_size: size of the state, S.
+        head_size: channels per head P, a divisor of I.
         conv_width: taps of the causal convolution before the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
     """
