@@ -138,7 +138,8 @@ def check_evaluation(
     device: torch.device | None = None,
 ) -> Evaluation:
     """Return an `Evaluation` for samples like `data`, checked before any sample is made.
-    `num_classes` counts the samples' classes; None: the data's. Raises ValueError for a misfit."""
+    `num_classes` counts the samples' classes; None: the data's. Raises ValueError for an option
+    that does not fit."""
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
     if evaluation.extractor is not None:
