@@ -63,7 +63,7 @@ _HOMES = {
 KINDS = tuple(_HOMES)
 PLUGIN_GROUP = "tread_zoo.plugins"
 STRICT = ConfigDict(**OPTIONS, arbitrary_types_allowed=True, frozen=True)
-FROM_DATA = ("input_size", "in_channels", "num_classes")  # a backbone's non-options
+FROM_DATA = ("input_size", "in_channels", "num_classes")  # no options of a backbone
 
 
 @dataclass(frozen=True)

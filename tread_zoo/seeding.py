@@ -147,5 +147,5 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, places: int) -> Tensor:
-    """Return the bits of z shifted to the right, zeros first: torch copies the sign."""
+    """Return z shifted right by `places` bits, filled with zeros; torch's >> copies the sign."""
     return (z >> places) & ((1 << (64 - places)) - 1)
