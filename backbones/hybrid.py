@@ -78,7 +78,7 @@ CheckedPattern = Annotated[Pattern, AfterValidator(_check_pattern)]
 
 
 class Hybrid(LightningBackbone):
-    """Blocks of LightningDiT whose mixers follow a pattern, such as delta rules with some attention.
+    """Blocks of LightningDiT whose mixers follow a pattern, such as delta rules and some attention.
 
     Args:
         pattern: mixers, their options and numbers of blocks, repeated up to the depth.

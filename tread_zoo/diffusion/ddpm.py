@@ -44,7 +44,7 @@ class DDPM(AdditiveNoise):
     """The DDPM objective: predict the noise. The network gets t = step / 1000.
 
     Args:
-        schedule: how the noise grows over the steps.
+        schedule: how the noise grows over the steps: linear, cosine or scaled_linear.
         first_step: number that the network gets for the least noisy step; U-ViT counts from 1.
     """
 

@@ -85,7 +85,7 @@ class Segments:
 
     Args:
         length: length of a segment, in tokens.
-        order: the scan order.
+        order: the scan order: raster, serpentine or hilbert.
     """
 
     length: PositiveInt = 4

@@ -31,7 +31,7 @@ class MixtureOfDepths(Method):
     it. The paper's best networks route every second block and let 12.5 % of the tokens run.
 
     Args:
-        start, end: routed blocks are among start … end-1, as a Python slice.
+        start, end: routed blocks are among start … end-1; negative values count from the end.
         selection_rate: fraction of tokens that bypass a routed block.
         every: route every n-th block.
     """

@@ -36,7 +36,8 @@ class TokenMerging(Method):
     attention; here whole blocks run on merged tokens.
 
     Args:
-        start, end: blocks start … end-1, as a Python slice; auto is the backbone's default range.
+        start, end: tokens run merged through blocks start … end-1. Negative values count from the
+            end, as in Python slices; auto is the backbone's default.
         rate: fraction of tokens that merge into another, at most 0.75: one token of each 2x2
             square is a target, which others join.
     """
