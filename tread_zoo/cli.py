@@ -218,8 +218,8 @@ def errors_in_one_line(
 
 
 def _nobody_reads() -> bool:
-    """Return whether nobody reads the standard output any more, which is then discarded. If a
-    connection broke instead, this prints an empty line."""
+    """Return whether the reader of the standard output is gone; the output is then discarded. Else
+    this prints an empty line: the pipe that broke was another one."""
     try:
         print(flush=True)
     except BrokenPipeError:

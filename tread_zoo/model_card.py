@@ -128,7 +128,7 @@ def _header(
     name: str,
     license: str | None,
 ) -> Any:
-    """Return what the hub reads of a card, a `huggingface_hub.ModelCardData`."""
+    """Return the metadata of a card for the hub, a `huggingface_hub.ModelCardData`."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = without_paths(checkpoint.data).get("name", "unknown")

@@ -47,7 +47,7 @@ from tread_zoo.seeding import make_image_generator
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
     """Return weak + scale (strong - weak); at a scale of 1 or 0, one branch is evaluated. With
-    `channels`, only the first ones are guided."""
+    `channels`, only that many channels are guided, the first ones."""
     if scale == 1:
         return strong
     if scale == 0 and channels is None:
