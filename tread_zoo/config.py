@@ -194,7 +194,7 @@ class SamplingGrid:
         shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
             images.
         rho: edm: how strongly levels concentrate near 0; auto: the objective's rho.
-        selection_rate: fraction of tokens that bypass in sampling; 0: none.
+        selection_rate: fraction of tokens that bypass blocks in sampling; 0: none.
         routing: the routing method in sampling, such as token_merging; auto: as in training.
     """
 

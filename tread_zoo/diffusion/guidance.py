@@ -383,8 +383,8 @@ class CustomGuidance(_Options):
         channels: number of guided channels, from the first; null for all. The published samplers of
             DiT and SiT guide 3 of their 4 latent channels.
         drop_label: the weak prediction has no label, or no context.
-        weak_rate, strong_rate: fractions of tokens that bypass blocks in the weak and in the strong
-            prediction; 0 is the dense network.
+        weak_rate: fraction of tokens that bypass blocks in the weak prediction; 0 is dense.
+        strong_rate: fraction of tokens that bypass blocks in the strong prediction; 0 is dense.
         drop_path: the weak prediction skips the blocks that training with path drops lets it skip;
             weak_rate is then ignored.
         weak_checkpoint: folder of a run or a checkpoint, whose smaller or earlier network makes the

@@ -167,7 +167,8 @@ class Method:
     """Base of a routing method. Define `sample` or `route`; `selection_rate` may be a field.
 
     Args:
-        warm_start, dense_tail: fractions of training, at its start and end, that are not routed.
+        warm_start: fraction of training at its start that is not routed.
+        dense_tail: fraction of training at its end that is not routed.
         probability: probability that any other step is routed; all ranks decide alike.
 
     Class attributes:
@@ -388,8 +389,8 @@ class Bypass(Method):
     Args:
         start, end: blocks start … end-1 run on the kept tokens. Negative values count from the end,
             as in Python slices; auto is the backbone's default.
-        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25], [cosine, 0.75, 0.25]
-            or [steps, 0.75, [0.3, 0.5]] change it over training.
+        selection_rate: fraction of tokens that bypass these blocks. [linear, 0.75, 0.25], [cosine,
+            0.75, 0.25] and [steps, 0.75, [0.3, 0.5]] change it over training.
         selector: how the kept tokens are chosen; auto is the backbone's default.
     """
 
