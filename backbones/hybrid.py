@@ -9,8 +9,8 @@ A name is any registered backbone with a mixer, also from a plug-in; `attention`
 options given in the list, and otherwise its defaults. With attention only, this is
 `lightning_dit`.
 
-RWKV-7's first value comes from the first RWKV-7 block; if a route contains that block, bypassed
-tokens have zeros.
+All RWKV-7 blocks share the first value v_1 of the first of them. If a route contains that block, it
+is zero for bypassed tokens.
 
 D width, H heads.
 """

@@ -162,7 +162,7 @@ class EvaluationConfig:
             routed ranges, or else the default route.
         batch_size: images per batch.
         inception_weights, dinov2_weights: files of weights; null looks in torch's hub folder.
-        keep_images: a new or empty folder for the samples as PNG files.
+        keep_images: a new or empty folder where samples are kept as PNG files; null: none.
     """
 
     num_images: PositiveInt = 500

@@ -1,7 +1,7 @@
 """Gated DeltaNet in both directions: a linear attention that decays and overwrites.
 
-After arXiv 2412.06464. It scans in both directions along a curve and adds the results. The
-directions share queries, keys and values, and each has its own decays and writing strengths:
+The mixer follows arXiv 2412.06464. It scans in both directions along a curve and adds the results.
+The directions share queries, keys and values, and each has its own decays and writing strengths:
 
     q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k normalised per head
     b    = sigmoid(Linear(x)),  a = exp(-exp(A_log) softplus(Linear(x) + bias))

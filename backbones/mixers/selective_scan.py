@@ -1,7 +1,7 @@
 """Selective state spaces, as in Mamba (arXiv 2312.00752), in one direction or in both.
 
-It scans along a curve. The directions share the first and the last projection, and each has its own
-parameters between them:
+The mixer scans along a curve. The directions share the first and the last projection, and each has
+its own parameters between them:
 
     u, z  = Linear(x)
     u_dir = SiLU(conv1d(u, in that direction))

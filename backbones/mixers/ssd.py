@@ -1,7 +1,7 @@
 """State-space duals in both directions, the mixer of Mamba-2 (arXiv 2405.21060).
 
-It scans along a curve. The directions share the first and the last projection, and each has its own
-parameters between them:
+The mixer scans along a curve. The directions share the first and the last projection, and each has
+its own parameters between them:
 
     z, u, step  = Linear(x)                                  u holds the inputs, B and C
     inputs, B, C = SiLU(conv1d(u, in that direction))

@@ -1,8 +1,8 @@
 """Results of runs as tables: settings, their scores, and what routing changes at equal budgets.
 
-A setting is a group of runs that differ only in seed. Differences are between runs with equal seeds
-at an equal budget, the smallest that any of them spent; the curves of runs that spent more are
-interpolated linearly there.
+A setting is a group of runs that differ only in seed. Differences are between runs of equal seeds,
+at the smallest budget that any of them spent. Runs that spent more are compared at that point of
+their curves, interpolated linearly.
 """
 
 import dataclasses
@@ -85,7 +85,8 @@ class Line:
     setting: Setting
     score: Interval  # over seeds
     is_at_chance: bool
-    # for a routed setting: dense ones, equal depth first, each with the differences by budget
+    # of a routed setting: the dense settings to compare with, equal depth first, and differences
+    # from them by budget
     less: Sequence[tuple[Setting, Mapping[str, Interval | None]]] = ()
 
 
