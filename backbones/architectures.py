@@ -127,7 +127,7 @@ PUBLISHED: list[tuple[str, type[Any], dict[str, Any]]] = [
     ("zigma_b_1", ZigMa, {"depth": 24, "hidden_size": 768, "patch_size": 1}),
     ("zigma_b_2", ZigMa, {"depth": 24, "hidden_size": 768}),
 ]
-# Sizes for a laptop, with nearly as many parameters each: (name, class, learning rate, keywords).
+# Sizes for a laptop, with nearly equal parameter counts: (name, class, learning rate, keywords).
 TINY: list[tuple[str, type[Any], float, dict[str, Any]]] = [
     ("dit", DiT, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
     ("sit", DiT, 1.2e-2, {"hidden_size": 64, "num_heads": 2, **SIT}),
@@ -149,7 +149,7 @@ TINY: list[tuple[str, type[Any], float, dict[str, Any]]] = [
     ("kda", KDA, 1.2e-2, {"hidden_size": 64, "num_heads": 2, "mlp_ratio": 3.25}),
     ("hybrid", Hybrid, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
 ]
-# Sizes with nearly as many parameters as DiT-S/2 and DiT-B/2.
+# Sizes with nearly as many parameters as DiT-S/2 and as DiT-B/2.
 MATCHED: list[tuple[str, type[Any], dict[str, Any], dict[str, Any]]] = [
     ("dit", DiT, DIT["s"], DIT["b"]),
     ("lightning_dit", LightningDiT, DIT["s"], DIT["b"]),

@@ -144,12 +144,12 @@ class _Pass:
 
 @register_backbone("diffusers", learning_rate=6e-3)
 class Diffusers(Backbone):
-    """A transformer of diffusers with its own blocks; learned label embeddings replace text.
+    """A transformer class of diffusers, trained from scratch; label embeddings replace text.
 
     Args:
-        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
-        cls: name of the class.
-        config: its configuration; the defaults make 12 blocks of width 64.
+        input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
+        cls: name of the class in diffusers.
+        config: configuration of the class; the defaults make 12 blocks of width 64.
         num_class_tokens: T, the number of text tokens per label.
     """
 
@@ -316,7 +316,7 @@ class Diffusers(Backbone):
         network, state = _class(self.cls)(**self.class_config), dict(self.network.state_dict())
         for (name, i), block in zip(self.place_of, self.blocks, strict=True):
             state |= {f"{name}.{i}.{key}": value for key, value in block.state_dict().items()}
-        network.load_state_dict(state, strict=False)  # idle weights keep their start
+        network.load_state_dict(state, strict=False)  # removed weights keep their start
         return network.to(next(self.parameters()))
 
 

@@ -9,8 +9,8 @@ A name is any registered backbone with a mixer, also from a plug-in; `attention`
 options given in the list, and otherwise its defaults. With attention only, this is
 `lightning_dit`.
 
-RWKV-7's first value comes from the first RWKV-7 block; if a route contains that block, bypassed
-tokens have zeros.
+All RWKV-7 blocks share the first value v_1 of the first of them. If a route contains that block, it
+is zero for bypassed tokens.
 
 D width, H heads.
 """
@@ -78,11 +78,11 @@ CheckedPattern = Annotated[Pattern, AfterValidator(_check_pattern)]
 
 
 class Hybrid(LightningBackbone):
-    """A stack of `LightningBlock`s whose mixers follow a pattern.
+    """Blocks of LightningDiT whose mixers follow a pattern, such as delta rules and some attention.
 
     Args:
         pattern: mixers, their options and numbers of blocks, repeated up to the depth.
-        num_heads: H of every mixer; hidden_size D must be divisible by 4 H.
+        num_heads: heads H of every mixer; hidden_size D must be divisible by 4 H.
     """
 
     default_selector: ClassVar[str] = "rows"

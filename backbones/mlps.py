@@ -29,7 +29,7 @@ class SwiGLU(nn.Module):
 
     Args:
         hidden_size: D.
-        mlp_ratio: ratio of a plain MLP with as many parameters; the inner width is 2/3 of its.
+        mlp_ratio: ratio of a plain MLP with as many parameters; the inner width is 2/3 of that.
     """
 
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:

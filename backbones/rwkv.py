@@ -49,7 +49,7 @@ class RWKVBlock(nn.Module):
 
 
 class RWKV(AdaLNBackbone):
-    """A stack of `RWKVBlock`s; block i of the first half gives a skip to block depth-1-i.
+    """Diffusion-RWKV (arXiv 2404.04478): block i of the first half gives a skip to block depth-1-i.
 
     The default route, 3 … -3, holds both ends of a skip or none. Options are also in `mixers.wkv`.
 

@@ -94,10 +94,10 @@ class Shell(Backbone, metaclass=CheckedInit):
     A subclass's constructor takes its own keywords and passes **options on.
 
     Args:
-        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
-        hidden_size: D.
+        input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
+        hidden_size: width D of the tokens.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
-        num_registers: learned tokens before the image's, see `Backbone.add_registers`.
+        num_registers: number of learned tokens before the image's, see `Backbone.add_registers`.
         options: options of the mixer and of the MLP.
 
     Class attributes:
@@ -256,8 +256,8 @@ class AdaLNBackbone(Shell):
     Args:
         depth: number of blocks.
         reversed_time: embed 1 - t, for networks whose time is 1 at the data.
-        context_as: add a context to the sequence as tokens, or let blocks attend to it. Only for
-            networks with contexts.
+        context_as: tokens (a context joins the sequence) or cross_attention (blocks attend to it).
+            Only for networks with contexts.
         options: options of the mixer, the MLP and `Shell`; fixed positions need a hidden_size D
             divisible by 4.
 
@@ -375,7 +375,7 @@ class LightningBackbone(AdaLNBackbone):
 
 
 class ScanBlock(nn.Module):
-    """Joins a skip, if any, then residual, norm and mixer: (delta, residual) -> the same."""
+    """A skip joined, if any, then residual, norm and mixer: (delta, residual) -> the same."""
 
     def __init__(self, hidden_size: int, mixer: Mixer, has_skip: bool) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ class ScanBackbone(Shell):
     """`depth // 2` blocks, a middle one, and `depth // 2` blocks that take the first ones' skips.
 
     Args:
-        depth: even; the stack has depth + 1 blocks.
+        depth: even; there are depth + 1 blocks.
         options: options of the mixer and of `Shell`; hidden_size D must be even.
     """
 

@@ -58,12 +58,12 @@ class UViTBlock(nn.Module):
 
 
 class UViT(Shell):
-    """`depth // 2` blocks, a middle one, and `depth // 2` blocks that take the first ones' skips.
+    """U-ViT (arXiv 2209.12152): attention blocks; those of the second half take the first's skips.
 
     Args:
-        depth: even; the stack has depth + 1 blocks.
-        num_heads: H.
-        mlp_ratio: width of the MLP over D.
+        depth: even; there are depth / 2 blocks, a middle one, and depth / 2 that take skips.
+        num_heads: number of heads, H.
+        mlp_ratio: inner width of the MLP over D.
         time_mlp: put a two-layer MLP between the sinusoids of t and the time token; the published
             ImageNet networks have none.
         final_conv: end with the 3x3 convolution; the published H/2 has none.

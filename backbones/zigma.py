@@ -65,7 +65,7 @@ class ZigMaHead(nn.Module):
 
 
 class ZigMa(AdaLNBackbone):
-    """A stack of `ZigMaBlock`s. It also takes the options of `OneWayScan`."""
+    """ZigMa (arXiv 2403.13802): Mamba along one serpentine per layer, see also `OneWayScan`."""
 
     mixer, mlp = OneWayScan, None
     learned_positions = True

@@ -1,13 +1,13 @@
 """How many kernels does a training step launch? A count by the part of the step.
 
-python benchmarks/launches.py                                    # every backbone's tiny row
+python benchmarks/launches.py                                    # every backbone's tiny size
 python benchmarks/launches.py dit_tiny mamba_tiny --base 'optimizer=muon training.precision=bf16'
 python benchmarks/launches.py dit_tiny --by-name                 # the most frequent ones
 
-A launch is a call of an ATen kernel that computes or copies; views, shapes and empty memory are
-none, and a scan that is compiled from C is not seen. On a GPU each takes the host some
-microseconds, so many small ones bound the time of a step from below. The second step of a run of
-scripts/train.py on a CPU is counted, without compilation.
+A launch is a call of an ATen kernel that computes or copies. Views, shapes and empty memory do not
+count, and operations compiled from C are not seen. On a GPU each launch takes the host some
+microseconds, so many small ones set a lower bound on the time of a step. Counted is the second step
+of a run of scripts/train.py on a CPU, without compilation.
 
     draws      noise, levels, dropped labels, kept tokens          routes     entering and leaving
     embed, blocks, head    of the network, forward                 loss       around the network
@@ -64,7 +64,7 @@ class Launches(TorchDispatchMode):
         return counted
 
     def by_part(self) -> dict[str, int]:
-        """Return the launches of each part, those outside of all as `other`, and of all."""
+        """Return the number of launches by part; `other` is outside of all parts, `all` the sum."""
         sums = dict.fromkeys((*PARTS, "other"), 0)
         for (part, _), count in self.counts.items():
             sums[part] += count

@@ -1,4 +1,4 @@
-"""Is the loader fast enough? Images per second of a data source, beside what a network trains.
+"""Is the loader fast enough? Images per second of a data source, and of a network's training.
 
 python benchmarks/loader.py --data '{name: image_folder, path: photos, image_size: 64}'
 python benchmarks/loader.py dit_s_4 --data '{name: latents, path: latents}' --workers 0 2 4
@@ -60,7 +60,7 @@ def training_step(args: argparse.Namespace, backbone: torch.nn.Module):
 def measure(dataset, train, workers: int, args: argparse.Namespace) -> tuple[float, float, float]:
     """Return medians of images per second, of processor time per image in microseconds, and of the
     loader's speed over training's."""
-    ahead = 2 * workers  # batches that are read while training runs, so not counted
+    ahead = 2 * workers  # batches read in advance, so not counted
     batches = StepBatches(
         dataset,
         args.batch_size,

@@ -6,9 +6,9 @@ python benchmarks/methods.py --base backbone=kda_tiny kernels.kda=torch
 python benchmarks/methods.py --sampling --base backbone=mamba guidance=cfg guidance=sparse
 
 Each argument is a set of overrides of scripts/train.py, added to the overrides of --base. A step is
-all that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and
-the averaged weights. FLOPs count the loss and its gradient, as a mean over all steps of the run.
-With --sampling, a step samples one batch from an untrained network. "time over FLOPs" is 1 where an
+all that a run repeats: random choices, forward, backward, clipping, the optimizer and the averaged
+weights. FLOPs count the loss and its gradient, as a mean over all steps of the run. With
+--sampling, a step samples one batch from an untrained network. "time over FLOPs" is 1 where an
 option that saves FLOPs saves as much time.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
-    """Return a function that trains one step of a run of these settings, and its FLOPs an image."""
+    """Return a function that trains one step with these settings, and its FLOPs per image."""
     config = make_config(**compose_settings("train", overrides))
     setup, device = build_setup(config), resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
@@ -67,7 +67,7 @@ def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
 
 
 def make_sampling(overrides: list[str]) -> tuple[Callable[[], None], float]:
-    """Return a function that samples a batch with these settings, and its FLOPs an image."""
+    """Return a function that samples a batch with these settings, and its FLOPs per image."""
     config = make_config(**compose_settings("train", overrides))
     setup, device = build_setup(config), resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)

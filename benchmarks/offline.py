@@ -3,13 +3,13 @@
 python benchmarks/offline.py --targets sm_90
 python benchmarks/offline.py --targets sm_80 gfx942 --dtypes bfloat16 --states 16
 
-A variant is what a launcher compiles anew for: the kernel, the type of the inputs, positions or
-segments of a route, and of a scan its states and whether it skips (D). Nothing is run.
+There is one variant per kernel, type of the inputs and kind of route (positions or segments), and
+for a scan per number of states, with and without the skip D. Nothing is run.
 
-    s           seconds to compile it here, nothing taken from a cache
-    registers   of a thread
-    spilled     bytes of a thread's values that did not fit into registers
-    shared      bytes of shared memory of a program
+    s           seconds to compile it here, without a cache
+    registers   registers per thread
+    spilled     bytes per thread that did not fit into registers
+    shared      bytes of shared memory per program
 """
 
 import argparse
@@ -42,7 +42,7 @@ TARGETS = {
 OPS = ("bidirectional_wkv", "selective_scan")
 DTYPES = ("float32", "bfloat16", "float16")
 STATES = (1, 2, 4, 8, 16, 32, 64)
-BATCHES = (2, 256)  # of few programs, which are made smaller, and of many
+BATCHES = (2, 256)  # a launch of few programs, which are made smaller, and one of many
 
 
 class Variant(NamedTuple):
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[list[Any]]:
-    """Yield the arguments of calls, as the networks give them; their values do not matter."""
+    """Yield arguments for calls, shaped as the networks give them; their values do not matter."""
     for dtype in (getattr(torch, name) for name in dtypes):
         if op == "bidirectional_wkv":
             for positions in (None, torch.arange(19).expand(2, -1).contiguous()):
@@ -87,7 +87,7 @@ def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[list[Any]]:
                 yield [k, v, torch.zeros(64), torch.zeros(64), positions, 38]
             continue
         for size, batch, route in itertools.product(states, BATCHES, (None, "reset", "decay")):
-            # decay over gaps brings u in float32, and D u is added outside
+            # with decay over gaps, u is float32, and D u is added outside of the kernel
             u = torch.zeros(batch, 5, 768, dtype=torch.float32 if route == "decay" else dtype)
             B, C = (torch.zeros(batch, 5, 1, size, dtype=dtype) for _ in range(2))
             D = None if route == "decay" else torch.zeros(768)
@@ -105,8 +105,8 @@ def differentiate(run: Any, args: list[Any]) -> None:
 
 @contextmanager
 def compiling(target: str, op: str = "") -> Iterator[list[Variant]]:
-    """Compile for `target` what is launched in the context, in place of running it; each variant is
-    added to the list that this returns."""
+    """Within the context, compile kernels for `target` instead of launching them. The list that it
+    yields collects the variants."""
     gpu, variants, built = TARGETS[target], [], JITFunction.run
     driver = SimpleNamespace(
         get_current_device=lambda: target,
@@ -117,7 +117,7 @@ def compiling(target: str, op: str = "") -> Iterator[list[Variant]]:
     def build(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         known = sum(len(entry[0]) for entry in self.device_caches.values())
         if gpu.backend == "hip":
-            options.pop("maxnreg", None)  # as the launchers leave it out there
+            options.pop("maxnreg", None)  # the launchers leave it out, too
         began = time.perf_counter()
         binary = built(self, *args, grid=(1,), warmup=True, **options)
         seconds = time.perf_counter() - began
@@ -137,7 +137,7 @@ def compiling(target: str, op: str = "") -> Iterator[list[Variant]]:
 
 
 def resources(binary: Any) -> tuple[int, int]:
-    """Return the registers of a thread, and the bytes that it spills."""
+    """Return the number of registers per thread, and the bytes that a thread spills."""
     if "amdgcn" in binary.asm:
         text = binary.asm["amdgcn"]
         fields = (r"\.vgpr_count:\s+(\d+)", r"\.private_segment_fixed_size:\s+(\d+)")
@@ -152,7 +152,7 @@ def resources(binary: Any) -> tuple[int, int]:
 
 
 def table(variants: list[Variant]) -> str:
-    """Return Markdown: a line for each kernel of a target."""
+    """Return a Markdown table with a line for each kernel of a target."""
     lines = ["| target | kernel | variants | s, median (most) | registers | spilled | shared |"]
     lines.append("|---|---|---|---|---|---|---|")
     for name, group in itertools.groupby(sorted(variants), lambda v: v[:3]):

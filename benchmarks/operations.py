@@ -32,7 +32,7 @@ from tread_zoo.kernels.dispatch import NAIVE, get_example, get_implementation, l
 from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
 from tread_zoo.runtime import describe_device, resolve_device
 
-LARGEST = 2**30  # bytes that a naive form may keep of all pairs of tokens
+LARGEST = 2**30  # bytes that a naive form may keep for all pairs of tokens
 TITLES = (
     "op", "form", "tokens", "threads", "forward ms", "both ms", "x naive", "saved MiB", "peak MiB",
     "error", "gradient error",
@@ -103,7 +103,7 @@ def why_not(op: str, name: str, case: Sequence[Any]) -> str | None:
 
 
 def measure(op: str, length: int, rate: float, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield the cells of each form in a case, the naive one's first."""
+    """Yield a table row for each form of the operation, the naive one first."""
     case, one = (make_case(op, length, rate, batch, args) for batch in (args.batch, 1))
     names = [n for n in list_forms(op) if n != NAIVE and (not args.forms or n in args.forms)]
     reasons = {name: why_not(op, name, case) for name in (NAIVE, *names)}
@@ -129,7 +129,7 @@ def measure(op: str, length: int, rate: float, args: argparse.Namespace) -> Iter
 def time_forms(
     runs: dict[str, Callable[..., Tensor]], case: Sequence[Any], args: argparse.Namespace
 ) -> dict[str, tuple[float, float]]:
-    """Return the median seconds of forward, and of forward and backward, the forms taking turns."""
+    """Return each form's median seconds of forward, and of forward and backward, run in turns."""
     inputs = [x.detach().requires_grad_() if is_float(x) else x for x in case]
     leaves, outputs = [x for x in inputs if is_float(x)], dict[str, Tensor]()
 
@@ -156,7 +156,7 @@ def time_forms(
 
 
 def memory_of(run: Callable[..., Tensor], case: Sequence[Any]) -> list[str]:
-    """Return MiB that autograd keeps, every storage once, and at the peak ("" but on CUDA)."""
+    """Return the MiB that autograd keeps, each storage once, and the peak ("" without CUDA)."""
     inputs = [x.detach().requires_grad_() if is_float(x) else x for x in case]
     saved: dict[int, int] = {}
 

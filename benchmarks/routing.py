@@ -8,9 +8,9 @@ python benchmarks/routing.py mamba depth=6 --batch-size 1 --tokens 16 64 256 102
 A step is forward, backward and AdamW. "time over FLOPs" is 1 where routing saves as much time as it
 saves FLOPs. A routing with a schedule is timed at its first rate.
 
-With --tokens, a row for each number of tokens. MiB are what autograd keeps from the forward to the
-backward pass, without the weights. Times of one CPU thread (OMP_NUM_THREADS=1) are CPU times, so
-that other processes do not count.
+With --tokens, the table has a row for each number of tokens. MiB are what autograd keeps from the
+forward to the backward pass, without the weights. With one CPU thread (OMP_NUM_THREADS=1), times
+are processor times, so other programs do not count.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def measure(
     flops_ratio: float,
     args: argparse.Namespace,
 ) -> list[str]:
-    """Return the cells of a row, but for the first two."""
+    """Return the cells of a row, except the first two."""
     alone = args.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     seconds = take_turns(steps, args.rounds, args.device, clock)

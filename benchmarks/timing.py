@@ -16,7 +16,7 @@ from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the network, its input and the device."""
+    """Return a command-line parser with options for the network, its input and the device."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,7 +45,7 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Backbone
 
 
 def make_network(args: argparse.Namespace, input_size: int) -> Backbone:
-    """Return the network of a command line, for images of a size, on its device."""
+    """Return the network that a command line names, for images of a size, on its device."""
     backbone = create_backbone(
         args.backbone,
         input_size=input_size,

@@ -49,7 +49,7 @@ def train(network, is_new, seconds, seed, **routing):
     weights = [each for each in network.parameters() if each.requires_grad]
     network, optimizer = accelerator.prepare(network, torch.optim.AdamW(weights, 1e-3))
     generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)  # of labels that are dropped
+    torch.manual_seed(seed)  # for the labels that are dropped
     (x, y), start, steps, saved = part("train", is_new), clock(), 0, []
 
     def pack(tensor):

@@ -25,7 +25,7 @@ backbone = create_backbone(
 # half of the tokens bypass the middle blocks, chosen as suits the backbone
 routing, stack = create("routing", "tread", selection_rate=0.5), Stack.of(backbone)
 optimizer = torch.optim.AdamW(backbone.parameters(), lr=3e-3)
-draws = torch.Generator().manual_seed(0)  # of all that is random in a step
+draws = torch.Generator().manual_seed(0)  # for all that is random in a step
 batches = make_loader(data.train, StepBatches(len(data.train), 64, seed=0, num_steps=NUM_STEPS))
 for step, (images, labels) in enumerate(batches):
     drawn = make_image_generator("route", 0, step, images=range(len(images)))

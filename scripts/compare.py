@@ -6,14 +6,15 @@ tread-zoo compare compare.study=selectors backbone=mamba_tiny     # configs/stud
 tread-zoo compare compare.jobs=2 training.score_every=100 compare.out=comparisons/faces
 tread-zoo compare compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
 tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid
-tread-zoo compare compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
+tread-zoo compare compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \\
     sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
 tread-zoo compare compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75    # budgets
 tread-zoo compare compare.runs="runs/dit_*" weights=ema:0.03,ema:0.05,ema:0.1
 
 Every override of tread-zoo train works. An override with several values (hydra's sweep syntax)
-replaces the study's values of that field, or adds a dimension to its grids. Each cell is a process.
-The same command again continues where it stopped: finished cells are read, not repeated.
+replaces the study's values of that field, or adds a dimension to its grids. Each combination, a
+cell, runs in its own process. The same command again continues where it stopped: finished cells are
+read, not repeated.
 
 The exit status is 0 if all cells ended well, 1 if one failed, and 2 after an error.
 """
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from tread_zoo import comparison
 
 TRAIN, EVALUATE = SCRIPTS / "train.py", SCRIPTS / "evaluate.py"
-PREFIX = "compare."  # of the settings of the comparison itself
+PREFIX = "compare."  # of settings of the comparison itself
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -83,7 +84,7 @@ class CompareConfig:
 def main() -> None:
     words = sys.argv[1:]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is ignored under nohup
         signal.signal(signal.SIGHUP, hang_up)
     with errors_in_one_line(stopped="stopped; the same command continues", status=2):
         if {"-h", "--help"} & set(words):

@@ -3,13 +3,13 @@
 With text_encoder=… captions become contexts: cat.txt beside cat.png, or a column of a table or of
 metadata.csv. With features=… the features of an encoder are stored, too, for alignment=…
 
-tread-zoo encode data=image_folder data.path=photos data.image_size=256 \
+tread-zoo encode data=image_folder data.path=photos data.image_size=256 \\
     vae=stabilityai/sd-vae-ft-ema out=photos_latents flips=true
-tread-zoo train data=latents data.path=photos_latents backbone=dit_s_2 \
+tread-zoo train data=latents data.path=photos_latents backbone=dit_s_2 \\
     training.num_steps=100000
-tread-zoo encode data=image_folder data.path=photos data.image_size=64 vae=none out=photos_table \
+tread-zoo encode data=image_folder data.path=photos data.image_size=64 vae=none out=photos_table \\
     text_encoder=openai/clip-vit-large-patch14
-tread-zoo train data=table data.path=photos_table guidance=cfg \
+tread-zoo train data=table data.path=photos_table guidance=cfg \\
     training.num_steps=10000
 tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
 torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the parts

@@ -36,7 +36,7 @@ class ImportConfig:
         weights: which weights to export, as in `CheckpointConfig`.
         objective: null is the project's usual one; for format=tread, edm or flow.
         num_heads: null takes the number of the published size, since no tensor shows it.
-        num_classes: null is one less than the rows of the label table.
+        num_classes: null is the number of rows of the label table, less one.
         drop_unknown: skip tensors that our backbone does not have.
     """
 

@@ -3,8 +3,8 @@
 tread-zoo make-features data=npz data.path=fashion.npz data.pad_to=32 out=f.safetensors
 tread-zoo train experiment=fashion_mnist evaluation.extractor=f.safetensors
 
-For images unlike those that Inception was trained on, or if its weights are not available. Scores
-compare only if they use the same file: each record names it with the hash of its weights.
+Use it for images unlike those that Inception was trained on, or if its weights are not available.
+Scores compare only if they use the same file: each record names it with the hash of its weights.
 
 The shipped classifier of digits was trained by: out=digits.safetensors data=digits num_steps=1200
 batch_size=64 'layers=[[32,1,false],[64,1,true],[64,0,false]]'
@@ -33,7 +33,7 @@ class FeaturesConfig:
         plugins, data, device: see `RunConfig`.
         out: a .safetensors file, for evaluation.extractor.
         num_features: size of the vector that distances compare.
-        layers: channels, padding, and whether a pooling follows, of each convolution; null is four
+        layers: for each convolution [channels, padding, whether a pooling follows]; null is four
             convolutions, for images of 16 pixels and more.
         num_steps, batch_size, learning_rate, seed: settings of the training.
     """

@@ -1,12 +1,12 @@
 """Make a reference of real images once: statistics of their features, to score samples against.
 
-tread-zoo make-reference data=npz data.path=fashion.npz \
+tread-zoo make-reference data=npz data.path=fashion.npz \\
     evaluation.extractor=f.safetensors out=r.npz
 tread-zoo make-reference data=image_folder data.path=photos data.held_out=0 out=photos.npz
 tread-zoo evaluate checkpoint=… evaluation.reference=photos.npz evaluation.metrics=[fid]
 
-For fid, sfid and fd_dinov2, which need only statistics. The file names its extractor with the hash
-of its weights, and works with no other. Several processes (accelerate launch) share the images.
+It serves fid, sfid and fd_dinov2, which need only statistics. The file names its extractor with the
+hash of its weights, and works with no other. With accelerate launch, processes share the images.
 """
 
 import logging
@@ -56,7 +56,7 @@ def main(settings: dict[str, Any]) -> None:
     device = resolve_device(config.device)
     data = create("data", config.data)
     options = replace(config.evaluation, metrics=({"name": "kid"},))  # kid takes any features
-    with distributed(device) as is_main:  # first, for it gives each process its own GPU
+    with distributed(device) as is_main:  # first: each process gets its own GPU
         data.codec.prepare(device)
         evaluation = make_evaluation(options, data, device=device)
         extractor, images = evaluation.extractor, evaluation.reference.images

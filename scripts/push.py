@@ -29,7 +29,8 @@ class PushConfig:
         out: folder of the files; null is <run>/hub.
         repo: user/name on the hub, to upload them; null only writes them.
         private: create the repository as private.
-        license: license of the weights, as the hub names it, such as apache-2.0; null: none.
+        license: license of the weights by its name on the hub, such as apache-2.0; null: that of
+            the project they were imported from, if any.
     """
 
     plugins: tuple[str, ...] = ()

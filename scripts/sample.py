@@ -1,8 +1,8 @@
 """Sample images from a checkpoint: numbered PNG files, a grid, and an .npz with images and labels.
 
 They go to out=folder, or to a folder in <run>/generated for each combination of settings.
-first_index=… continues a set; images of other settings are never mixed in. The same command goes on
-where it was stopped.
+first_index=… continues a set; images of other settings are never mixed in. A command that was
+stopped continues if it is given again.
 
 tread-zoo sample checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 tread-zoo sample checkpoint=… guidance.scale=2 label=3 sampler=heun
@@ -18,8 +18,8 @@ tread-zoo sample checkpoint=… image_size=[32,64]            # another size tha
 accelerate launch -m tread_zoo sample checkpoint=… num_images=50000   # the same images, by all GPUs
 
 Latents are decoded with the autoencoder of the data, or vae=path; without one, or with vae=none,
-they are written as latents.npz. Contexts are those of a prompt, by the text encoder of training; of
-a file; or of held-out images.
+they are written as latents.npz. Contexts come from a prompt, through the text encoder of training,
+from a file, or from held-out images.
 """
 
 import hashlib
@@ -54,20 +54,21 @@ class SampleConfig(CheckpointConfig):
     """Settings of tread-zoo sample.
 
     Args:
-        sampler, guidance: fields that differ from the run's; `name` chooses another one.
+        sampler, guidance: fields that replace the run's; `name` chooses another one.
         out: folder of the images; null: <run>/generated/<step and digest of the settings>.
         overwrite: replace images in `out` that were made with other settings.
-        num_images, first_index: image i of a seed does not depend on the batch size, so
-            `first_index` continues a set.
+        num_images: number of images.
+        first_index: number of the first image. Image i of a seed is the same in every call.
         label: one class for all, by number or by the name of its folder; null is i mod num_classes
             for image i.
         prompt: a text, or several; image i gets text i mod n. A run without guidance is then guided
             by `cfg`, if it was trained with label dropout.
         text_encoder: folder of the text encoder; null is the run's.
-        image_size: side of the images, or height and width, as in [32,64]; null is that of
-            training. Networks with learned positions have no other. Of latents that are not
-            decoded, it is the latents' size.
-        contexts: .npy [n, T, S]; image i gets row i mod n. Null takes contexts of held-out images.
+        image_size: side of the images, or height and width, as in [32,64]; null is the size of
+            training, the only one for networks with learned positions. For latents that are not
+            decoded, it is the size of the latents.
+        contexts: an .npy file [n, T, S]; image i gets context i mod n. null takes contexts of
+            held-out images.
         seed: seed of the images.
         batch_size: images per batch.
         vae: folder of the autoencoder; null is the run's autoencoder; none writes latents.

@@ -21,7 +21,7 @@ from tread_zoo.fields import check  # noqa: E402
 @command("train", RunConfig)
 def main(settings: dict[str, Any]) -> None:
     check(RunConfig, settings)  # before torch is imported, which takes seconds
-    gc.disable()  # it would search all that is imported for garbage, again and again
+    gc.disable()  # it would search all imported modules for garbage, again and again
     from tread_zoo.training.loop import train
 
     imported()

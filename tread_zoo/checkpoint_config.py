@@ -1,5 +1,5 @@
-"""Settings of commands other than train. They do not import what the commands do, so `--help` and
-errors in settings do not wait for torch.
+"""Settings of commands other than train. This module does not import the commands themselves, so
+`--help` and errors in settings do not wait for torch.
 """
 
 from dataclasses import field
@@ -17,11 +17,11 @@ class CheckpointConfig:
     """What every script on a trained network takes.
 
     Args:
-        plugins: modules that register parts; those of the checkpoint must be loaded.
+        plugins: modules that register parts; all that the checkpoint needs must be loaded.
         checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
         out: where the result goes; null: to the run's folder, see each script.
-        weights: ema; model; or ema:0.05, an average of that relative width, for runs with
-            `training.ema_snapshots_every` (docs/evaluation.md).
+        weights: ema, the averaged weights; model, those without averaging; or ema:0.05, an average
+            of relative width 0.05, for runs with `training.ema_snapshots_every`.
         device, kernels: see `RunConfig`.
         precision: see `TrainingConfig`.
     """
@@ -44,7 +44,7 @@ class EvaluateConfig(CheckpointConfig):
             [N,H,W,C] and perhaps labels arr_1. All images are scored.
         data: for a checkpoint, options that differ from the run's, as in data={path: …}; for
             samples, the data of the reference, as in data=cifar10.
-        sampler, guidance: fields that differ from the run's; `name` chooses another one.
+        sampler, guidance: fields that replace the run's; `name` chooses another one.
         evaluation: fields that differ from the run's or, for samples, from the defaults.
         out: file of the record; null is <run>/score_<step>_<digest of the protocol>.json, or
             <samples>_score.json.
@@ -71,17 +71,17 @@ class EncodingConfig:
     Args:
         plugins: see `RunConfig`.
         data: a source of images.
-        vae: a diffusers autoencoder, a folder or a name on the hub; none keeps the images.
-        text_encoder: CLIP's text encoder or T5's, a folder or a name of transformers on the hub,
-            which makes contexts of the captions; null: none.
+        vae: a diffusers autoencoder: a folder or a name on the hub; none keeps the images.
+        text_encoder: the text encoder of CLIP or T5 that turns captions into contexts: a folder or
+            a name on the hub; null: none.
         text_length: embeddings per caption; longer captions are cut. null takes the length of the
             longest caption, at most 77.
-        features: an extractor, as evaluation.extractor, whose features are stored for `alignment`;
-            null: none.
+        features: an extractor whose features are stored for `alignment`, named as in
+            evaluation.extractor; null: none.
         inception_weights, dinov2_weights: see `EvaluationConfig`.
         out: folder of the table; the same command continues a stopped encoding.
-        content: moments stores mean and logvar, and training samples anew; samples samples once;
-            mode stores the mean; auto is moments if the autoencoder has them, or mode.
+        content: what is stored: moments (mean and logvar, from which training samples), samples
+            (one sample) or mode (the mean); auto is moments if the autoencoder has them, else mode.
         flips: encode mirrored images, too, for training.horizontal_flip.
         dtype: type of stored latents.
         batch_size: images per batch.
@@ -89,7 +89,7 @@ class EncodingConfig:
         num_workers: processes that read images.
         max_corrupt_share: fraction of the images that may be unreadable; they are left out.
         device: see `RunConfig`.
-        precision: of the autoencoder and the text encoder.
+        precision: precision of the autoencoder and the text encoder.
     """
 
     plugins: tuple[str, ...] = ()

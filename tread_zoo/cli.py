@@ -84,7 +84,7 @@ def command(
                 shown = {word.partition("=")[0] for word in words} & FLAGS_THAT_SHOW
                 store_fields(name, config, PRESETS.get(name, {}), whole=bool(shown))
                 sys.argv[1:] = map(readable, words)
-                with env_override({"HYDRA_FULL_ERROR": "1"}):  # hydra raises, we word it
+                with env_override({"HYDRA_FULL_ERROR": "1"}):  # `plain_errors` rewords them
                     hydra.main(str(CONFIGS), name, version_base="1.3")(job)()
 
         main.config = config  # type: ignore[attr-defined]
@@ -218,8 +218,8 @@ def errors_in_one_line(
 
 
 def _nobody_reads() -> bool:
-    """Return whether nobody reads the standard output any more, which is then discarded. If a
-    connection broke instead, this prints an empty line."""
+    """Return whether the reader of the standard output is gone; the output is then discarded. Else
+    this prints an empty line: the pipe that broke was another one."""
     try:
         print(flush=True)
     except BrokenPipeError:

@@ -88,7 +88,7 @@ class TrainingConfig:
     """How to train.
 
     Args:
-        num_steps: optimizer steps of the whole run; auto: the data's recipe, if it has one.
+        num_steps: optimizer steps of the whole run; auto: as the data's recipe says, if it has one.
         num_flops: FLOPs of the whole run, which set `num_steps`, for comparisons at equal cost.
             Counts forward and backward passes on all processes; a multiply-add is 2.
         batch_size: images per process and micro-step.
@@ -161,8 +161,8 @@ class EvaluationConfig:
         block_ranges: ranges of blocks, as in [[2, 8]], whose contributions are measured; empty: the
             routed ranges, or else the default route.
         batch_size: images per batch.
-        inception_weights, dinov2_weights: files; null looks in torch's hub folder.
-        keep_images: a new or empty folder for the samples as PNG files.
+        inception_weights, dinov2_weights: files of weights; null looks in torch's hub folder.
+        keep_images: a new or empty folder where samples are kept as PNG files; null: none.
     """
 
     num_images: PositiveInt = 500
@@ -189,12 +189,12 @@ class SamplingGrid:
 
     Args:
         num_steps: number of steps; auto: the sampler's default.
-        grid: flow: uniform, quadratic, logit_normal; edm: rho, log; ddpm: uniform; auto is the
-            first.
+        grid: spacing of the steps. flow: uniform, quadratic, logit_normal; edm: rho, log; ddpm:
+            uniform; auto is the objective's first.
         shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
             images.
         rho: edm: how strongly levels concentrate near 0; auto: the objective's rho.
-        selection_rate: fraction of tokens that bypass in sampling; 0: none.
+        selection_rate: fraction of tokens that bypass blocks in sampling; 0: none.
         routing: the routing method in sampling, such as token_merging; auto: as in training.
     """
 
@@ -252,7 +252,7 @@ class RunConfig:
         alignment: a second loss on features of a block, such as repa.
         tracker: a service that also gets the metrics, such as wandb or tensorboard.
         seed: seed of weights, data order and all other random numbers.
-        device: auto, cpu, cuda, cuda:1, mps.
+        device: where to compute: auto, cpu, cuda, cuda:1, mps.
         run_dir: the run's folder; auto is runs/ and a name made of data, backbone, routing,
             objective, alignment, settings that are not defaults, and the seed.
         init_from: a checkpoint, a run's folder or a name on the hub: a new run starts from its
@@ -263,7 +263,8 @@ class RunConfig:
         resume_changed: continue although backbone, routing, objective, data, alignment or seed
             differ.
         overwrite: move an earlier run in `run_dir` aside.
-        kernels: form of each operation; auto for operations that are not named.
+        kernels: form of an operation, as in {selective_scan: torch}, which tread-zoo doctor lists;
+            operations that are not named choose by themselves.
     """
 
     plugins: Annotated[tuple[str, ...], BOOKKEEPING] = ()

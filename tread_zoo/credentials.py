@@ -1,4 +1,4 @@
-"""Addresses without what gives access: nothing that is written or logged contains it."""
+"""Addresses without credentials: users, passwords and queries are neither written nor logged."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ def without_credentials(value: Any) -> Any:
 
 
 def are_hidden(path: object) -> bool:
-    """Return whether a path is one that `without_credentials` returned, and cannot be opened."""
+    """Return whether `without_credentials` removed a part of the path: it cannot be opened."""
     return isinstance(path, str) and HIDDEN in path and without_credentials(path) == path
 
 

@@ -1,7 +1,7 @@
 """Backbones from registered names, and from their descriptions in files.
 
 backbone = create_backbone("mamba_tiny", input_size=32, in_channels=3, num_classes=10)
-build_backbone(describe_backbone(backbone))         # its architecture, anew
+build_backbone(describe_backbone(backbone))         # the same with fresh weights
 """
 
 import json

@@ -21,7 +21,8 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 # A number means the GPU with that index.
 Device = Annotated[str, BeforeValidator(lambda v: f"cuda:{v}" if isinstance(v, int) else v)]
 OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
-# Marks of a field: it does not change what a run computes; only `--help all` shows it.
+# Marks of a field. BOOKKEEPING: it does not change what a run computes. RARE: only `--help all`
+# shows it.
 BOOKKEEPING, RARE = "bookkeeping", "rare"
 
 

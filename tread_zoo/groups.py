@@ -1,5 +1,5 @@
 """Hydra's view of a script's fields: a field that chooses a part is a group, and any name is an
-option of it. The registry checks names later: to compose, no part or plug-in is imported.
+option of it. The registry checks names later, so composing imports no part or plug-in.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ def store_fields(
     """Store the fields of a script for hydra, none of them set; a group may have any fields.
 
     Args:
-        name, config: of the script, and the class of its settings.
-        presets: groups of files whose settings come last, and the choice of each.
+        name, config: name of the script, and the class of its settings.
+        presets: groups of files whose settings come last, each with its default choice.
         whole: store all defaults, also those of parts, to show them.
     """
     node, chosen = dict[str, Any](), dict[str, Any]()
@@ -74,7 +74,7 @@ class RegistrySource(ConfigSource):
         group, _, name = config_path.rpartition("/")
         options: dict[str, Any] = {"name": name}
         if group in self.whole:
-            with suppress(ValueError):  # of a plug-in, or no choice at all
+            with suppress(ValueError):  # a plug-in's name, or a wrong one
                 options = default_part(group, name)
         node = OmegaConf.create(options, flags={"struct": False})
         return ConfigResult("tread_zoo", config_path, node, {"package": None})

@@ -50,7 +50,7 @@ def write_model_folder(
         path: see `find_checkpoint`.
         out: the folder; None is <run>/hub.
         weights: see `load_backbone`.
-        half: store them as float16.
+        half: store the weights as float16.
         license: licence of the weights by its name on the hub, such as apache-2.0. None takes the
             licence of the project they were imported from. A non-commercial one cannot be changed.
         repo: user/name for the card; None is the folder.
@@ -101,7 +101,7 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     records = [each for each in records if scored.items() <= each["protocol"].items()]
     for record in records[1:]:
-        record.pop("contributions", None)  # the network's, as in the first record
+        record.pop("contributions", None)  # equal to the first record's
     return records
 
 
@@ -128,7 +128,7 @@ def _header(
     name: str,
     license: str | None,
 ) -> Any:
-    """Return what the hub reads of a card, a `huggingface_hub.ModelCardData`."""
+    """Return the metadata of a card for the hub, a `huggingface_hub.ModelCardData`."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = without_paths(checkpoint.data).get("name", "unknown")

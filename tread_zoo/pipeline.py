@@ -2,7 +2,7 @@
 
     pipe = TreadZooPipeline.from_checkpoint("runs/mine")        # or user/name of the hub
     images = pipe(class_labels=[207], num_inference_steps=25).images
-    images = pipe(prompt="a red fox", guidance_scale=4).images  # of a network of captions
+    images = pipe(prompt="a red fox", guidance_scale=4).images  # if trained on captions
     pipe.save_pretrained("folder")
     pipe = TreadZooPipeline.from_pretrained("folder")
 
@@ -68,8 +68,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         vae: the autoencoder of latents, see `tread_zoo.data.vae.CLASSES`; None for pixels.
         objective, sampler, guidance: names, or mappings with `name` and options.
         routing: as in training, for samplers with a `selection_rate`; None takes the defaults.
-        latent_shift, latent_scale: C numbers each; the network's input is (z - shift) scale of
-            latents z. None takes the autoencoder's.
+        latent_shift, latent_scale: C numbers each; for latents z the network's input is (z - shift)
+            scale. None takes the autoencoder's.
         class_names: names of the labels 0, 1, …
         text_encoder, tokenizer: of transformers, for prompts, see `tread_zoo.data.text.CLASSES`.
     """
@@ -151,10 +151,10 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             class_labels: numbers, 0 … num_classes, or class names.
             prompt: a text or several, for networks that were trained on captions.
             contexts: float [B, T, S], for networks that take contexts.
-            num_images: number of images without labels and contexts, or of a single prompt.
+            num_images: number of images for a single prompt, or if no labels or contexts are given.
             num_inference_steps, guidance_scale: replace the pipeline's values. A scale for a
                 pipeline without guidance means classifier-free guidance.
-            generator: on the CPU, for the seed; None is torch's global one.
+            generator: a generator on the CPU that draws the seed; None is torch's global one.
             output_type: pil; np, [B, H, W, C] in 0 … 1; pt, [B, C, H, W]; latent, not decoded.
             return_dict: False returns (images,).
 

@@ -67,8 +67,8 @@ def close_process_group_at_exit() -> None:
 
 
 def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set those of torch's variables that are missing, if this process is one of several tasks of a
-    SLURM step. A batch script's shell is no step.
+    """Set torch's variables where they are missing, if this process is one of several tasks of a
+    SLURM step. The shell of a batch script is not a step.
 
     Raises:
         ValueError: the first host cannot be determined.
@@ -96,7 +96,7 @@ def _close() -> None:
 
 
 def _first_host(hosts: str) -> str:
-    """Return the first host of SLURM's list of hosts; a single name is returned unchanged."""
+    """Return the first host in SLURM's list of hosts; a single name is returned unchanged."""
     if re.fullmatch(r"[\w.-]+", hosts):
         return hosts
     try:

@@ -30,8 +30,8 @@ class _LogFile:
 def progress(
     what: str, items: Any = None, unit: str = "", *, shown: bool = True, **options: Any
 ) -> Any:
-    """Return a tqdm over `items`, or one of `total=…` that `update(n)` moves. Only the main process
-    shows it, and a bar only after a second.
+    """Return a tqdm over `items`, or one with `total=…` that `update(n)` advances. Only the main
+    process shows it, and a bar appears only after a second.
 
     Args:
         what: label of the bar.

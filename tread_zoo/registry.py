@@ -63,7 +63,7 @@ _HOMES = {
 KINDS = tuple(_HOMES)
 PLUGIN_GROUP = "tread_zoo.plugins"
 STRICT = ConfigDict(**OPTIONS, arbitrary_types_allowed=True, frozen=True)
-FROM_DATA = ("input_size", "in_channels", "num_classes")  # a backbone's non-options
+FROM_DATA = ("input_size", "in_channels", "num_classes")  # no options of a backbone
 
 
 @dataclass(frozen=True)
@@ -314,8 +314,8 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Return the modules, other than ours, that registered the given parts, each (kind, {"name": …,
-    options}), or parts that a class's `used_parts(options)` lists as (kind, name)."""
+    """Return the modules, other than ours, that registered some parts (kind, {"name": …, options}),
+    or the parts (kind, name) that the class of such a part lists in `used_parts(options)`."""
     modules = set()
     for kind, part in parts:
         target = get_entry(kind, part["name"]).target
@@ -326,7 +326,7 @@ def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def check_plugins(modules: Iterable[str], where: str) -> None:
-    """Raise a `ValueError` if a plug-in that a file names is not loaded. Files import nothing."""
+    """Raise `ValueError` unless the plug-ins that a file names are loaded; files import nothing."""
     _load("backbone")
     missing = [module for module in modules if module not in sys.modules]
     if missing:

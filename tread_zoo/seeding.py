@@ -113,7 +113,7 @@ def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
         return generator
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     device = generator.device
-    # One key more than needed, the first: a seed gives the noise that it gave in earlier versions.
+    # The first key is not used, so that a seed gives the same noise as in earlier versions.
     keys = torch.randint(least, most, (batch + 1,), generator=generator, device=device)
     return ImageGenerator(keys[1:])
 
@@ -147,5 +147,5 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, places: int) -> Tensor:
-    """Return the bits of z shifted to the right, zeros first: torch copies the sign."""
+    """Return z shifted right by `places` bits, filled with zeros; torch's >> copies the sign."""
     return (z >> places) & ((1 << (64 - places)) - 1)

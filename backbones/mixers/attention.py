@@ -20,7 +20,7 @@ class Attention(Mixer):
 
     Args:
         hidden_size: D, divisible by H.
-        num_heads: H.
+        num_heads: number of heads, H.
     """
 
     def __init__(self, hidden_size: int, num_heads: PositiveInt = 6) -> None:

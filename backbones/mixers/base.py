@@ -11,7 +11,7 @@ from torch import nn
 
 from tread_zoo.contract.backbone import Layout
 
-# Keywords that a shell fills in if a constructor has them, with values that every one accepts.
+# Keywords that a shell fills in if a constructor has them, with values that each of them accepts.
 GIVEN: dict[str, Any] = {"hidden_size": 1, "grid": (1, 1), "index": 0}
 
 

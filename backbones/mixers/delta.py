@@ -1,7 +1,7 @@
 """Gated DeltaNet in both directions: a linear attention that decays and overwrites.
 
-After arXiv 2412.06464. It scans in both directions along a curve and adds the results. The
-directions share queries, keys and values, and each has its own decays and writing strengths:
+The mixer follows arXiv 2412.06464. It scans in both directions along a curve and adds the results.
+The directions share queries, keys and values, and each has its own decays and writing strengths:
 
     q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k normalised per head
     b    = sigmoid(Linear(x)),  a = exp(-exp(A_log) softplus(Linear(x) + bias))
@@ -20,7 +20,7 @@ wide as keys. Its norm has an epsilon of 1e-5 by default. Here KDA has 1e-5, and
 1e-6.
 
 Under a route, the state sees only the kept tokens, in the order of the full walk; a token that
-bypassed the block neither writes, replaces nor decays. `gaps` says what happens at missing steps.
+bypassed the block does not write, replace or decay. `gaps` says what happens at missing steps.
 
 B batch, L tokens present, D width, H heads, K = D / H width of keys and values.
 """
@@ -58,9 +58,9 @@ class BidirectionalDelta(ScanMixer):
 
     Args:
         hidden_size: D, divisible by H.
-        num_heads: H.
+        num_heads: number of heads, H.
         per_channel: one decay per channel of the keys, as in KDA, instead of one per head.
-        short_conv: a causal convolution of 4 taps on queries, keys and values.
+        short_conv: apply a causal convolution of 4 taps to queries, keys and values.
         scan_order, gaps, index: see `ScanMixer`; `reset` needs `short_conv`.
     """
 

@@ -49,8 +49,8 @@ class BidirectionalGLA(ScanMixer):
 
     Args:
         hidden_size: D, divisible by 2 H.
-        num_heads: H.
-        short_conv: a causal convolution of 4 taps on queries, keys and values.
+        num_heads: number of heads, H.
+        short_conv: apply a causal convolution of 4 taps to queries, keys and values.
         gaps, scan: see `ScanMixer`; `reset` needs `short_conv`.
     """
 

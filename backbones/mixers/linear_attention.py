@@ -34,7 +34,7 @@ class LinearAttention(Mixer):
 
     Args:
         hidden_size: D, divisible by H, or by 4 H with `rotary`.
-        num_heads: H.
+        num_heads: number of heads, H.
         rotary: let attention depend on the tokens' relative positions on the grid.
     """
 

@@ -52,7 +52,7 @@ class RotaryAttention(Mixer):
 
     Args:
         hidden_size: D.
-        num_heads: H; D / H is divisible by 4.
+        num_heads: number of heads, H; D / H is divisible by 4.
         qk_norm: apply RMSNorm to queries and keys, per head.
         window: W, the side of a window in tokens; None: all tokens attend to all.
     """

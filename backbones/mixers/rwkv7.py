@@ -54,7 +54,7 @@ class TimeMix(ShiftingMixer):
 
     Args:
         hidden_size: D, divisible by 4 and by P.
-        head_size: P.
+        head_size: channels per head, P.
         low_rank: rank of the LoRAs of decay and rate; v_1's has half, the gate's twice this rank.
         index: index of the block; block 0 sets v_1.
         shift: `scan_order` and `gaps`, see `ShiftingMixer`.

@@ -22,7 +22,7 @@ class ScanMixer(Mixer):
     """Walks over the tokens along a curve: `forward(x, scan)`.
 
     Args:
-        scan_order: a name in `tread_zoo.routing.ORDERS`.
+        scan_order: raster, serpentine, hilbert or serpentine8; see `tread_zoo.routing.orders`.
         gaps: what happens where a route left tokens out. `ignore`: both sides are neighbours.
             `reset`: convolutions and shifts see zeros beyond a gap. `decay`: as `reset`, and the
             state decays with the length of the gap, at the rates of the token after it.

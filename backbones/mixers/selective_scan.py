@@ -1,7 +1,7 @@
 """Selective state spaces, as in Mamba (arXiv 2312.00752), in one direction or in both.
 
-It scans along a curve. The directions share the first and the last projection, and each has its own
-parameters between them:
+The mixer scans along a curve. The directions share the first and the last projection, and each has
+its own parameters between them:
 
     u, z  = Linear(x)
     u_dir = SiLU(conv1d(u, in that direction))
@@ -44,8 +44,8 @@ class SelectiveScan(ScanMixer):
 
     Args:
         hidden_size: D.
-        expand: I over D.
-        state_size: S.
+        expand: inner width I over D.
+        state_size: size of the state, S.
         conv_width: taps of the causal convolution before the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
     """

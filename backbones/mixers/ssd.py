@@ -1,7 +1,7 @@
 """State-space duals in both directions, the mixer of Mamba-2 (arXiv 2405.21060).
 
-It scans along a curve. The directions share the first and the last projection, and each has its own
-parameters between them:
+The mixer scans along a curve. The directions share the first and the last projection, and each has
+its own parameters between them:
 
     z, u, step  = Linear(x)                                  u holds the inputs, B and C
     inputs, B, C = SiLU(conv1d(u, in that direction))
@@ -48,9 +48,9 @@ class BidirectionalSSD(ScanMixer):
 
     Args:
         hidden_size: D.
-        expand: I over D.
-        state_size: S.
-        head_size: P, a divisor of I.
+        expand: inner width I over D.
+        state_size: size of the state, S.
+        head_size: channels per head P, a divisor of I.
         conv_width: taps of the causal convolution before the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
     """

@@ -1,4 +1,4 @@
-"""Parts of every kind but a backbone, in one file that any environment can have.
+"""Parts of every kind but a backbone, in one file.
 
     python scripts/train.py plugins=[my_plugin] 'routing.selector={name: checkerboard, parity: 1}' \
         optimizer=sign_sgd optimizer.learning_rate=1e-3 'evaluation.metrics=[fid,mean_gap]'
@@ -28,7 +28,7 @@ from tread_zoo.training.alignment import token_width
 @register("selector", "checkerboard")
 @dataclass(frozen=True)
 class Checkerboard:
-    """Keep the squares of one colour first, then others, at random among them."""
+    """Keep random squares of one colour of a checkerboard; of the other only if more are kept."""
 
     parity: Annotated[int, Field(ge=0, le=1)] = 0
 
@@ -75,7 +75,7 @@ class Discarded(Method):
 @register("objective", "huber_flow")
 @dataclass(frozen=True, kw_only=True)
 class HuberFlow(FlowMatching):
-    """Flow matching whose loss grows linearly beyond `delta`; it logs how often that is."""
+    """Flow matching whose loss grows linearly beyond `delta`; logs how often errors exceed it."""
 
     delta: PositiveFloat = 1.0
 
@@ -205,7 +205,7 @@ def stripes(num_images: PositiveInt = 256, size: PositiveInt = 8, noise: NonNega
 @register("alignment", "regression")
 @dataclass(frozen=True)
 class Regression:
-    """The features as a linear function of a block's tokens, by squared error."""
+    """Predict the features by a linear map of a block's tokens, with squared error."""
 
     block: int = 1
     weight: PositiveFloat = 0.1

@@ -1,8 +1,8 @@
 """Results of runs as tables: settings, their scores, and what routing changes at equal budgets.
 
-A setting is a group of runs that differ only in seed. Differences are between runs with equal seeds
-at an equal budget, the smallest that any of them spent; the curves of runs that spent more are
-interpolated linearly there.
+A setting is a group of runs that differ only in seed. Differences are between runs of equal seeds,
+at the smallest budget that any of them spent. Runs that spent more are compared at that point of
+their curves, interpolated linearly.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tread_zoo.registry import available, get_entry
 
 HELD_OUT = "held_out_loss"
 DEPTH = "backbone.depth"
-FAR = 10  # samples that are this many times farther than real images are at chance
+FAR = 10  # samples this many times farther away than real images are at chance
 SAME = 0.01  # budgets that differ by less are equal
 BUDGETS = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}  # names of columns
 METRICS = {  # names for readers; other scores are named by their columns
@@ -85,7 +85,8 @@ class Line:
     setting: Setting
     score: Interval  # over seeds
     is_at_chance: bool
-    # for a routed setting: dense ones, equal depth first, each with the differences by budget
+    # of a routed setting: the dense settings to compare with, equal depth first, and differences
+    # from them by budget
     less: Sequence[tuple[Setting, Mapping[str, Interval | None]]] = ()
 
 
@@ -179,7 +180,7 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
 
 
 def _is_unusual(runs: pd.DataFrame, distinct: pd.DataFrame, field: str) -> pd.Series:
-    """Return for each setting whether a label says its value: most settings have another one."""
+    """Return for each setting whether its label shows `field`: if most have another value."""
     has_value, part = runs[field].notna().loc[distinct.index], field.rpartition(".")[0]
     if part in distinct:  # a part that takes the option, even if it is not set
         has_value = has_value.groupby(distinct[part]).transform("any")
@@ -347,7 +348,7 @@ def ratios_to_dense(
     gives an empty table.
 
     Args:
-        settings: as trained: at equal steps or, if `training.num_flops` was set, equal FLOPs.
+        settings: trained for equal steps or, if `training.num_flops` was set, equal FLOPs.
         metrics: one or two distances: the first decides, the second may dissent.
     """
     found: dict[str, dict[str, Ratio]] = {}

@@ -46,7 +46,11 @@ def find_runs(folders: Folders) -> list[Path]:
 
 
 def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.DataFrame:
+<<<<<<< HEAD
     """Return a table with a row per run, finished or not. docs/evaluation.md lists main columns.
+=======
+    """Return a table with a row per run, finished or not; docs/evaluation.md lists its columns.
+>>>>>>> h/words2
 
     Settings in which runs differ are columns with command-line names such as
     `routing.selection_rate`. `real_fid` is the score of real images; `contribution_3` belongs to
@@ -187,7 +191,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
     steps = (protocol or last).get("step", 0)
     batch = facts.get("images_per_step", math.nan)
     if (protocol or {}).get("weights", "ema") != "ema":
-        last.pop("held_out_loss", None)  # the log's is for averaged weights
+        last.pop("held_out_loss", None)  # the log has that of averaged weights
     pictures = sorted((folder / "samples").glob("step_*.png"))
     routed, dense = (facts.get(key, math.nan) for key in ("flops_routed", "flops_dense"))
     return {

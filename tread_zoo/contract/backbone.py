@@ -89,7 +89,7 @@ class Backbone(nn.Module, ABC):
     ) -> None:
         super().__init__()
         sides = input_size if isinstance(input_size, Sequence) else (input_size, input_size)
-        if len(sides) != 2 or min(*sides, in_channels) < 1 or num_classes < 0:  # from the data
+        if len(sides) != 2 or min(*sides, in_channels) < 1 or num_classes < 0:  # from data
             raise ValueError(
                 f"input_size={input_size}, in_channels={in_channels}, num_classes={num_classes} "
                 "must be a height and a width, one channel or more, and no classes or more."
@@ -112,9 +112,9 @@ class Backbone(nn.Module, ABC):
         self.grid = (height // patch_size, width // patch_size)
         self.num_extra_tokens = 0
         self.skips: dict[int, int] = {}
-        self.checkpoint_blocks = 0  # n: the backward pass recomputes blocks 0, n, 2n, …
+        self.checkpoint_blocks = 0  # n > 0: backward recomputes blocks 0, n, 2n, …
         self.register_module("routing", None)  # here, so that its weights come before the blocks'
-        self.routing_config: dict[str, Any] = {}  # the routing method that owns `routing`
+        self.routing_config: dict[str, Any] = {}  # settings of the method that owns `routing`
         self.name: str | None = None  # `create_backbone` sets name and config
         self.config: dict[str, Any] = {}
 
@@ -139,7 +139,7 @@ class Backbone(nn.Module, ABC):
         """Return the tokens [B, L, D] that `features` collects; by default the first stream."""
         return streams[0]
 
-    # What all share -------------------------------------------------------------------------------
+    # What all backbones share ---------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -160,7 +160,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def is_conditional(self) -> bool:
-        """Whether it takes a condition: labels or contexts."""
+        """Whether the network takes a condition: labels or contexts."""
         return bool(self.num_classes or self.context_size)
 
     def null_like(self, y: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class Backbone(nn.Module, ABC):
         """Condition on contexts, float [B, T, S], instead of labels.
 
         A linear map and a learned position turn each of the T embeddings into an extra token before
-        all others. They are drawn from torch's global generator. Times must then be [B].
+        all others. Both are initialised from torch's global generator. Times must then be [B].
 
         Args:
             context_length, context_size: T and S; 0 and 0 change nothing.
@@ -262,8 +262,8 @@ class Backbone(nn.Module, ABC):
                 `time_sinusoids` accept.
             routes: crossings from a routing method, such as `tread_zoo.routing.Select`; disjoint
                 or nested.
-            features: blocks whose tokens to return too, with gradients: the result is then (output,
-                {block: `Features`}). Within a route these are the kept tokens.
+            features: blocks whose tokens are also returned, with gradients: the result is then
+                (output, {block: `Features`}). Within a route these are the kept tokens.
 
         Raises:
             ValueError: an input has the wrong shape, a condition is given to an unconditional

@@ -14,7 +14,7 @@ DEPENDS_ON = ("order", "ids", "grid")
 
 
 def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the given names from `DEPENDS_ON`, each once and in its order."""
+    """Return the names, each once and in the order of `DEPENDS_ON`; raise if one is not in it."""
     names = tuple(names)
     for name in names:
         if name not in DEPENDS_ON:
@@ -23,7 +23,7 @@ def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-    """Check the network's skips, and the shapes of images, times and conditions: a wrong one may
+    """Check the network's skips, and the shapes of images, times and conditions: a wrong shape may
     broadcast without an error."""
     batch, shape = len(x), (network.in_channels, *network.input_size)
     if x.shape[1:] != shape:

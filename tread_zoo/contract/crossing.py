@@ -96,7 +96,7 @@ class Tokens(NamedTuple):
         block of the crossing consumes waits outside, at full length.
     condition: what blocks are conditioned on; a `PerToken` in it has the streams' tokens.
     layout: the tokens present.
-    inner: while a crossing is entered: the producers of the skips that its blocks consume.
+    inner: producers of the skips that a crossing's blocks consume, set while it is entered.
     """
 
     streams: Streams
@@ -125,7 +125,7 @@ class Tokens(NamedTuple):
         put: Callable[[Tensor, Tensor], Tensor],
         absent: Streams | None = None,
     ) -> "Tokens":
-        """Return these tokens with the streams of `after` and the skips that blocks made meanwhile.
+        """Return these tokens with the streams of `after`, and the skips made within the crossing.
 
         Args:
             after: the tokens at the end of the crossing.

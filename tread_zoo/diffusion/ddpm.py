@@ -44,7 +44,7 @@ class DDPM(AdditiveNoise):
     """The DDPM objective: predict the noise. The network gets t = step / 1000.
 
     Args:
-        schedule: how the noise grows over the steps.
+        schedule: how the noise grows over the steps: linear, cosine or scaled_linear.
         first_step: number that the network gets for the least noisy step; U-ViT counts from 1.
     """
 
@@ -88,7 +88,7 @@ class DDPM(AdditiveNoise):
         [num_steps + 1]. With num_steps=1 these are sigma at step 999, and 0.
 
         Raises:
-            ValueError: another grid, a shift or rho is set, or num_steps is above 1000.
+            ValueError: the grid is not `uniform`, shift or rho is set, or num_steps is above 1000.
         """
         grid.choose(("uniform",), "ddpm")
         if num_steps > NUM_STEPS:

@@ -51,11 +51,11 @@ class FlowMatching(AdditiveNoise):
     """The flow-matching objective.
 
     Args:
-        prediction: what the network predicts.
-        loss_space: the quantity whose squared error is the loss.
-        time_clip: lower bound of t and 1 - t where the loss divides by them, and of 1 - t in
-            sampling with a noise prediction, which has no information about the data at t = 1.
-        time_distribution: distribution of t in training.
+        prediction: what the network predicts: velocity, x or noise.
+        loss_space: the quantity whose squared error is the loss: velocity, x or noise.
+        time_clip: lower bound of t and 1 - t where the loss divides by them. In sampling with a
+            noise prediction it bounds 1 - t: at t = 1 the noise says nothing about the data.
+        time_distribution: distribution of t in training: uniform, logit_normal or cosmap.
         logit_mean: mean of logit(t) for "logit_normal"; above 0 trains more on noisier images.
         logit_std: standard deviation of logit(t) for "logit_normal".
         shift: shift of t in training; above 1 trains more on noisier images.
@@ -163,5 +163,5 @@ class FlowMatching(AdditiveNoise):
         elif name == "logit_normal":
             t = torch.special.ndtri(t).sigmoid()
         t = shift_time(t, grid.shift)
-        t[0] = 1  # rounding may exceed 1
+        t[0] = 1  # rounding may give more than 1
         return t

@@ -47,7 +47,7 @@ from tread_zoo.seeding import make_image_generator
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
     """Return weak + scale (strong - weak); at a scale of 1 or 0, one branch is evaluated. With
-    `channels`, only the first ones are guided."""
+    `channels`, only that many channels are guided, the first ones."""
     if scale == 1:
         return strong
     if scale == 0 and channels is None:
@@ -249,7 +249,7 @@ class _Options:
             )
 
     def _at(self, done: float) -> tuple[Any, ...]:
-        """Return the options of `_OFF` after the fraction `done` of sampling."""
+        """Return the values of the options in `_OFF` after the fraction `done` of sampling."""
         return tuple(_value(getattr(self, name), done, off) for name, off in _OFF.items())
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
@@ -372,24 +372,25 @@ class CustomGuidance(_Options):
 
     A rate or the scale may change with the fraction p of sampling that is done
     (`ImageBatch.fraction_done`): [linear, 0.6, 0] and [cosine, 0.6, 0] go from 0.6 to 0, and
-    [interval, 0.6, 0.2, 0.8] is 0.6 for 0.2 <= p <= 0.8; elsewhere a rate is 0 and w is 1. Labels
-    and paths can be dropped at [interval, 0.2, 0.8].
+    [interval, 0.6, 0.2, 0.8] is 0.6 for 0.2 <= p <= 0.8; elsewhere a rate is 0 and w is 1.
+    drop_label and drop_path take true, false or [interval, 0.2, 0.8].
 
     The kept tokens depend on (seed, image, evaluation) alone, and come from the same random numbers
     at every rate.
 
     Args:
-        scale: w; 0 is the weak prediction alone, 1 the strong one, and more goes past it.
+        scale: w: 0 is the weak prediction, 1 the strong one; above 1 goes past the strong one.
         channels: number of guided channels, from the first; null for all. The published samplers of
             DiT and SiT guide 3 of their 4 latent channels.
         drop_label: the weak prediction has no label, or no context.
-        weak_rate, strong_rate: fractions of tokens that bypass; 0 is the dense network.
+        weak_rate: fraction of tokens that bypass blocks in the weak prediction; 0 is dense.
+        strong_rate: fraction of tokens that bypass blocks in the strong prediction; 0 is dense.
         drop_path: the weak prediction skips the blocks that training with path drops lets it skip;
             weak_rate is then ignored.
         weak_checkpoint: folder of a run or a checkpoint, whose smaller or earlier network makes the
             weak prediction.
-        routing: the method that applies the rates, as tread or {name: tread, start: 2, end: 6};
-            auto is the method of training.
+        routing: the method that applies the rates, such as {name: tread, start: 2, end: 6}; auto is
+            the method of training.
         low, high: guidance is on at low < level <= high: t in [0, 1] for flow matching, sigma for
             EDM and DDPM. Elsewhere the strong prediction is used alone.
 
@@ -434,7 +435,7 @@ class IntervalGuidance(ClassifierFree):
 @register("guidance", "sparse")
 @dataclass(frozen=True, kw_only=True)
 class SparseGuidance(_Options):
-    """Both predictions are from one network with one label, at two selection rates."""
+    """Both predictions come from one network with the same label, at two selection rates."""
 
     scale: Scale = 2.0
     strong_rate: Rate = 0.0

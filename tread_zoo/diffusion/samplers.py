@@ -214,7 +214,7 @@ class FlowSDE:
     `num_steps=250`, `last_step=0.04`.
 
     Args:
-        diffusion: w(t) / t; 0 is Euler's rule.
+        diffusion: strength of the fresh noise, w(t) / t; 0 is Euler's rule.
         last_step: size of a last step with the SDE's drift and no noise; earlier steps are scaled
             to fit. 0: keep the grid's last step, which follows the ODE.
     """

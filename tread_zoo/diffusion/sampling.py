@@ -75,7 +75,7 @@ class SamplingOptions:
             self.guidance.check(backbone, objective)
 
     def _check_routing(self, backbone: Backbone) -> None:
-        """Raise `ValueError` unless training included such routes."""
+        """Raise `ValueError` unless training prepared the network for the routes of sampling."""
         try:
             sampled_method(self.routing, self.trained, Stack.of(backbone))
             reason = ""

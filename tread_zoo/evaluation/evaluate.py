@@ -52,7 +52,8 @@ def evaluate(
     Inception weights, no autoencoder for latents, or too few images.
 
     Args:
-        backbone, objective, data, sampling, options: the network, and the settings of its scores.
+        backbone, objective, data: the network, its objective in training, and its data.
+        sampling, options: how images are sampled and scored.
         precision: a resolved precision, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`.
         routing: the routing method used in training.
@@ -138,7 +139,8 @@ def check_evaluation(
     device: torch.device | None = None,
 ) -> Evaluation:
     """Return an `Evaluation` for samples like `data`, checked before any sample is made.
-    `num_classes` counts the samples' classes; None: the data's. Raises ValueError for a misfit."""
+    `num_classes` counts the samples' classes; None: the data's. Raises ValueError for an option
+    that does not fit."""
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
     if evaluation.extractor is not None:
@@ -220,7 +222,7 @@ def score_names(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_record(record: Mapping[str, Any]) -> list[str]:
-    """Return a record as lines of text: each value and, if there is one, real images' value."""
+    """Return a record as lines of text: each value, beside the value of real images if known."""
     heading = f"{'':14s} {'samples':>10s} {'real' if record['real'] else '':>10s}".rstrip()
     lines = [heading] if record["values"] else []
     for name, value in record["values"].items():

@@ -2,7 +2,7 @@
 
     pooled        one vector per image, which distances compare
     spatial       the first 7 channels of the 1x1 branch of Inception's mixed_6, 17x17, for sfid
-    logits        logits of classes, for isc and label_accuracy
+    logits        one logit per class, for isc and label_accuracy
     feature_map   [B, S, h, w], for `tread_zoo.training.alignment`: DINOv2's patch tokens,
                   Inception's mixed_7, or a small classifier's last convolution
 

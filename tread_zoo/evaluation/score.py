@@ -4,8 +4,8 @@
 
 Features are computed batch by batch. Statistics are summed; all features are kept only for metrics
 that compare images one by one. If torch.distributed is initialized, every rank must call this, and
-rank 0 has the result. Each batch is computed on one rank, so features do not depend on the number
-of ranks, to the bit.
+rank 0 has the result. Each batch is computed on one rank, so features are equal to the bit for any
+number of ranks.
 
 Dimensions: N images, B images in a batch, C channels, H height, W width, D features.
 """

@@ -7,8 +7,8 @@ A method is a registered frozen dataclass. Its fields are its options; it has no
 weights. If it needs weights, `build` returns a module that is stored as `backbone.routing`, and
 that module's `cross(crossings)` runs in every call. docs/adding_a_method.md shows how to write one.
 
-Random decisions for all images depend only on (seed, step), the choice of tokens on (seed, step,
-image). The number of ranks does not matter.
+Decisions for all images together depend only on (seed, step), the choice of an image's tokens only
+on (seed, step, image). So runs on different numbers of ranks make the same choices.
 
 B batch, N tokens, K kept tokens.
 """
@@ -42,7 +42,7 @@ def _selector(part: Any) -> Any:
 
 Selector = Annotated[Auto | dict[str, Any], BeforeValidator(_selector)]
 Crossings = tuple[Crossing, ...]
-TYPICAL_STEPS = 1000  # length of a run, where only fractions of it matter
+TYPICAL_STEPS = 1000  # assumed length of a run, where only fractions of a run matter
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Stack:
     def span(self, start: int | str = "auto", end: int | str = "auto") -> tuple[int, int]:
         """Return start and end of a range of blocks, counted from 0.
 
-        If the network is too shallow for its default range, `auto` at both ends means a shorter
-        range without the first and the last block.
+        If the network is too shallow for its default range, `auto` at both ends means all blocks
+        but the first and about the last third.
 
         Raises:
             ValueError: the result is not a range of the blocks.
@@ -121,10 +121,10 @@ class Stack:
             span: start and end.
             selector: `auto`, or a registered selector by its name or as a mapping with its options.
             num_kept: K.
-            images: random numbers for B images; the ids are on its device.
+            images: random number generator of B images; the ids are on its device.
 
         Raises:
-            ValueError: `keep` marks more than K tokens.
+            ValueError: `keep` marks more than K tokens of an image.
         """
         keep = self.keep
         most = 0 if keep is None else int(keep.sum(dim=1).max())
@@ -164,17 +164,18 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of a routing method. `sample` or `route` is required; `selection_rate` may be a field.
+    """Base of a routing method. Define `sample` or `route`; `selection_rate` may be a field.
 
     Args:
-        warm_start, dense_tail: fractions of training at its start and end without routes.
-        probability: probability that a step is routed; all ranks decide alike.
+        warm_start: fraction of training at its start that is not routed.
+        dense_tail: fraction of training at its end that is not routed.
+        probability: probability that any other step is routed; all ranks decide alike.
 
     Class attributes:
         drawn: all choices are made before the network runs. False: they depend on activations,
             whose rounding differs between machines.
         keep_all_is_dense: with no token left out, the output equals that of an unrouted network.
-        for_any: it needs no training, so it can sample networks trained with other methods.
+        for_any: the method needs no training, so it can sample networks trained with others.
     """
 
     warm_start: Fraction = 0.0
@@ -207,7 +208,7 @@ class Method:
         return [(1.0, self.route(stack, images, step))]
 
     def rates(self) -> Sequence[Any]:
-        """Return the rates that may change over training."""
+        """Return the rates among the options; each is a number or changes over training."""
         rate = getattr(self, "selection_rate", None)
         return () if rate is None else (rate,)
 
@@ -235,11 +236,11 @@ class Method:
         raise ValueError(f"routing={self.name} is for training only.")
 
     def weak(self, stack: Stack) -> Crossings:
-        """Return crossings for the weak prediction of guidance: without the blocks that training
-        also left out.
+        """Return crossings for the weak prediction of guidance: they skip the blocks that some
+        training steps skip.
 
         Raises:
-            ValueError: training never leaves out blocks.
+            ValueError: no training step skips blocks.
         """
         raise ValueError(
             f"routing={self.name} teaches no network to do without its routed blocks: train with "
@@ -254,7 +255,7 @@ class Method:
 
     @property
     def splits_loss(self) -> bool:
-        """Whether `loss` is the method's own; then the objective must call the network once."""
+        """Whether the method overrides `loss`; then an objective may call the network only once."""
         return type(self).loss is not Method.loss
 
     def check(self, stack: Stack) -> None:
@@ -287,7 +288,7 @@ class Method:
             joined = _join(spans)
             shown = ", ".join(f"{a} … {b - 1}" if b - a > 1 else f"{a}" for a, b in joined)
             words.append(f"blocks {shown} {what}")
-            if len(joined) < len(spans):  # blocks next to each other that choose for themselves
+            if len(joined) < len(spans):  # adjacent blocks that each choose tokens
                 words[-1] += ", each its own"
         if isinstance(rate := getattr(self, "selection_rate", None), tuple):
             words.append(f"rate {list(rate)}".replace("'", ""))
@@ -299,11 +300,11 @@ class Method:
                 words.append(f"the {where} {100 * part:.3g}% of training dense")
         return f"{self.name}: {'; '.join(words) or 'every block sees every token'}"
 
-    # What all share -------------------------------------------------------------------------------
+    # What all methods share -----------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The registered name."""
+        """The name under which the method is registered."""
         return str(describe_part("routing", self)["name"])
 
     def draw(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
@@ -326,7 +327,7 @@ class Method:
         return self.route(stack, images, step)
 
     def rate_at(self, step: Step, rate: Any = None) -> float:
-        """Return the value at a step of `rate`; None means `selection_rate`."""
+        """Return the value of `rate` at a step; `rate=None` means `selection_rate`."""
         rate = self.selection_rate if rate is None else rate  # type: ignore[attr-defined]
         if not isinstance(rate, list | tuple):
             return float(rate)
@@ -339,8 +340,8 @@ class Method:
         )
 
     def variants(self, stack: Stack, num_steps: int) -> Iterable[tuple[range, float, Crossings]]:
-        """Yield (steps, weight, crossings on the meta device). A step's weights sum to 1, and its
-        mean FLOPs are the weighted sum over its variants."""
+        """Yield each variant of a run's steps: (steps, weight, crossings on the meta device). The
+        weights of a step's variants sum to 1, and give its mean FLOPs."""
         routed = self.routed_steps(num_steps)
         edges = {0, num_steps, *((routed.start, routed.stop) if routed else ())}
         for rate in self.rates():
@@ -376,7 +377,7 @@ class Method:
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the selectors among some options, as (kind, name)."""
+        """Return the selectors that the options name, each as (kind, name)."""
         found = [each["name"] for each in _mappings(options) if "name" in each and each != options]
         return [("selector", name) for name in found]
 
@@ -388,8 +389,8 @@ class Bypass(Method):
     Args:
         start, end: blocks start … end-1 run on the kept tokens. Negative values count from the end,
             as in Python slices; auto is the backbone's default.
-        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25], [cosine, 0.75, 0.25]
-            or [steps, 0.75, [0.3, 0.5]] change it over training.
+        selection_rate: fraction of tokens that bypass these blocks. [linear, 0.75, 0.25], [cosine,
+            0.75, 0.25] and [steps, 0.75, [0.3, 0.5]] change it over training.
         selector: how the kept tokens are chosen; auto is the backbone's default.
     """
 
@@ -403,7 +404,7 @@ class Bypass(Method):
         return stack.span(self.start, self.end)
 
     def bypass(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        """Return the range as a crossing that `rate` of the tokens bypass; none at rate 0."""
+        """Return the crossing in which `rate` of the tokens bypass the range; () at rate 0."""
         if rate == 0:
             return ()
         return (stack.select(self.span(stack), self.selector, stack.num_kept(rate), images),)

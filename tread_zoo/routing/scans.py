@@ -66,8 +66,8 @@ class Scan:
         """Return each token's distance from the previous one along the full curve, int64 [B, L], in
         the forward and the backward walk; None if no token is missing.
 
-        The first token has 1. Context tokens are neighbours of any token; other extra tokens come
-        just before index 0 of the curve.
+        The first token's distance is 1. Context tokens are neighbours of any token; other extra
+        tokens come just before index 0 of the curve.
         """
         if self.places is None:
             return None

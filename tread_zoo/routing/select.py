@@ -97,7 +97,7 @@ class Select(Crossing):
 
 @dataclass(frozen=True)
 class Ranked(Crossing):
-    """A `Select` of K random tokens; a higher score of a token's state makes it likelier.
+    """Blocks run only on K random tokens; a token with a higher score is likelier to be kept.
 
     Args:
         start, end, absent: see `Select`.
@@ -143,7 +143,7 @@ class Skip(Crossing):
 def check_trained(
     crossings: Sequence[Crossing], span: tuple[int, int], kinds: tuple[type[Crossing], ...]
 ) -> Sequence[Any]:
-    """Return crossings for a network whose weights were trained to end one range of blocks.
+    """Return the crossings, checked for a network whose weights were trained for one range.
 
     Raises:
         ValueError: a crossing is neither a `Skip` nor one of `kinds`, or has another range.
@@ -189,5 +189,5 @@ def check_ids(ids: Tensor, tokens: Tokens) -> None:
 
 
 def _readable(ids: Tensor) -> bool:
-    """Return whether reading the values needs no wait for a device."""
+    """Return whether the values can be read without waiting for a device."""
     return ids.device.type == "cpu" and not torch.compiler.is_compiling()

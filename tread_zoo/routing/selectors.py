@@ -85,7 +85,7 @@ class Segments:
 
     Args:
         length: length of a segment, in tokens.
-        order: the scan order.
+        order: the scan order: raster, serpentine or hilbert.
     """
 
     length: PositiveInt = 4
@@ -104,8 +104,9 @@ class Structured:
     """Keep the same fraction of every 2x2 square of the grid, so that holes are small.
 
     A square with s tokens (fewer than 4 at an odd edge) keeps the floor or the ceiling of K s / N.
-    Systematic sampling over a random order, in integers, decides who gets the ceiling: the total is
-    K, and the probability is the fractional part of K s / N. The choice within a square is uniform.
+    Systematic sampling over a random order, in integers, decides which squares get the ceiling: the
+    total is K, and its probability is the fractional part of K s / N. The choice within a square is
+    uniform.
     """
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:

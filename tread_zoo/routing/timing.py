@@ -81,8 +81,8 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
 
 
 def _changes(rate: Sequence[Any]) -> list[float] | None:
-    """Return the fractions of training from which the later values of [steps, …] hold, and none
-    for linear and cosine. The result is None if the list is not a rate."""
+    """Return the fractions of training at which [steps, …] changes; [] for linear and cosine, None
+    if the list is not a rate."""
     name, *values = rate
     if name in ("linear", "cosine"):
         rates, fractions, fits = values, [], len(values) == 2

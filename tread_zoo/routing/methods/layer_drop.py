@@ -19,8 +19,9 @@ class LayerDrop(Method):
     Here, all blocks of the range are left out together, and nothing is rescaled in sampling.
 
     Args:
-        start, end: the range is start … end-1, as a Python slice; auto is the backbone's default.
-        drop: probability that a step leaves it out.
+        start, end: the range is start … end-1; negative values count from the end, as in Python
+            slices. auto is the backbone's default.
+        drop: probability that a step leaves the range out.
     """
 
     start: Auto | int = "auto"

@@ -64,11 +64,11 @@ class MicroDiT(Bypass):
 @register("routing", "maskdit")
 @dataclass(frozen=True, kw_only=True)
 class MaskDiT(MicroDiT):
-    """Learned tokens replace the tokens that bypass, which have a reconstruction loss (MaskDiT).
+    """Learned tokens replace the bypassed tokens, which get a reconstruction loss (MaskDiT).
 
     arXiv 2306.09305. One learned token per grid position replaces the paper's mask token plus fixed
-    positions. By default the middle blocks are the encoder; in the paper, all but the last eight
-    are.
+    positions. By default the middle blocks act as the encoder; in the paper, all blocks but the
+    last eight do.
 
     Args:
         reconstruction_weight: weight of the loss that reconstructs the noisy bypassed patches.
@@ -81,7 +81,7 @@ class MaskDiT(MicroDiT):
 
     @property
     def idle_weights(self) -> bool:
-        return True  # a dense step leaves the mask tokens out
+        return True  # a dense step does not use the mask tokens
 
 
 class MaskTokens(nn.Module):

@@ -31,7 +31,7 @@ class MixtureOfDepths(Method):
     it. The paper's best networks route every second block and let 12.5 % of the tokens run.
 
     Args:
-        start, end: routed blocks are among start … end-1, as a Python slice.
+        start, end: routed blocks are among start … end-1; negative values count from the end.
         selection_rate: fraction of tokens that bypass a routed block.
         every: route every n-th block.
     """
@@ -45,7 +45,7 @@ class MixtureOfDepths(Method):
     probability: float = field(default=1.0, init=False)
 
     drawn = False
-    keep_all_is_dense = False  # updates are scaled
+    keep_all_is_dense = False  # updates are scaled even then
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
         num_kept = stack.num_kept(rate)
@@ -74,7 +74,7 @@ class Routers(nn.Module):
         self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings with their routers; `default` if none routes tokens."""
+        """Return the crossings with their routers set; `default` if no crossing routes tokens."""
         given = [each for each in crossings if isinstance(each, Weigh)]
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):

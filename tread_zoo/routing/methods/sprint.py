@@ -100,7 +100,7 @@ class Fusions(nn.Module):
                 self.register_buffer(f"token_{index}", 0.02 * torch.randn(width))
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings within a fusion of the range, which also runs without crossings."""
+        """Return the crossings nested in the range's fusion; only the fusion if there are none."""
         inner = [
             replace(each, absent=self.absent) if (each.start, each.end) == self.span else each
             for each in check_trained(crossings, self.span, (Select, Ranked))

@@ -36,7 +36,8 @@ class TokenMerging(Method):
     attention; here whole blocks run on merged tokens.
 
     Args:
-        start, end: blocks start … end-1, as a Python slice; auto is the backbone's default range.
+        start, end: tokens run merged through blocks start … end-1. Negative values count from the
+            end, as in Python slices; auto is the backbone's default.
         rate: fraction of tokens that merge into another, at most 0.75: one token of each 2x2
             square is a target, which others join.
     """
@@ -107,7 +108,7 @@ class Merge(Crossing):
         likeness = likeness.scatter(1, self.targets, -torch.inf)
         merged = likeness.topk(num_tokens - self.num_kept, dim=1).indices
         stays = torch.ones_like(nearest).scatter(1, merged, 0)
-        place = stays.cumsum(dim=1) - 1  # among those that stay
+        place = stays.cumsum(dim=1) - 1  # index among the tokens that stay
         joined = place.gather(1, self.targets.gather(1, nearest))
         ids = stays.argsort(dim=1, descending=True, stable=True)[:, : self.num_kept]
         return torch.where(stays.bool(), place, joined), ids

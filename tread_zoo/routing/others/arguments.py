@@ -87,7 +87,7 @@ def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tenso
 
 
 def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """Return the entries `rows` [B, K] along `dim` of values with batch dimension B or 1."""
+    """Return the entries of `values` at `rows` [B, K] along `dim`; their batch size is B or 1."""
     values = values.expand(len(rows), *values.shape[1:])
     shape = (len(rows), *[1] * (dim - 1), rows.shape[1], *[1] * (values.ndim - dim - 1))
     return torch.take_along_dim(values, rows.view(shape), dim)
@@ -113,8 +113,8 @@ class Adapter:
     made: Any
 
     def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
-        """Return the arguments, of which those per token are gathered for `ids` [B, K], in that
-        order. The argument `key` is left as it is."""
+        """Return the arguments, with those per token gathered for `ids` [B, K] in the order of the
+        ids. The argument `key` is not changed."""
         return {
             name: value if name == key or name.startswith(OTHER) else self._any(name, value, ids)
             for name, value in named.items()

@@ -41,7 +41,7 @@ class Visit:
         named: its arguments by name; `key` is the name of the argument with the tokens.
         sequence: the tokens present, [B, K + T, D].
         tokens: the image tokens among them, [B, K, D].
-        exit: what follows the crossing's last block; None after the crossing's first block.
+        exit: what follows the crossing's last block; None unless this is its first block.
     """
 
     index: int
@@ -90,8 +90,8 @@ class RoutedPass:
         self.replaced: list[tuple[dict[str, Any], str, Any]] = []  # attributes, name, value before
         self.called: set[int] = set()
         self.passages: dict[int, Passage] = {}  # by the crossing's first block
-        self.made: Any = WeakIdKeyDictionary()  # crossing in which a block returned a tensor
-        self.length: tuple[int, int] | None = None  # the last block's list, and its tokens
+        self.made: Any = WeakIdKeyDictionary()  # a block's output -> its crossing
+        self.length: tuple[int, int] | None = None  # list of the last block, its num_tokens
 
     def close(self) -> None:
         """End the pass; recomputations may follow, which need the images' offsets."""
@@ -177,7 +177,7 @@ class RoutedPass:
         return image_of(x, count, self._first(x.shape[1] - count))
 
     def _with_image(self, x: Tensor, image: Tensor, count: int) -> Tensor:
-        """Return a sequence with other tokens in place of its `count` image tokens."""
+        """Return a sequence whose `count` image tokens are replaced by `image`."""
         return with_image(x, image, count, self._first(x.shape[1] - count))
 
     def _count(self, layout: Layout) -> int:
@@ -207,7 +207,7 @@ class RoutedPass:
         return Visit(index, block, named, key, crossing, x, tokens, exit)
 
     def _exit(self, crossing: Crossing) -> Exit:
-        """Return a crossing's exit; recomputations enter it again, without gradients."""
+        """Return a crossing's exit; recomputations enter the crossing again, without gradients."""
         passage = self.passages[crossing.start]
         if passage.exit is not None:
             return passage.exit
@@ -215,7 +215,7 @@ class RoutedPass:
             return crossing.enter(passage.start)[1]
 
     def _whole(self, named: dict[str, Any], inside: Crossing | None) -> dict[str, Any]:
-        """Return the arguments; long skips from crossings that have ended get all tokens back."""
+        """Return the arguments, with all tokens in long skips from crossings that have ended."""
         for name, value in named.items() if len(self.made) else ():
             crossing = self.made.get(value) if isinstance(value, Tensor) else None
             if crossing is not None and crossing is not inside:
@@ -239,7 +239,7 @@ class RoutedPass:
         return {**adapter(visit.named, visit.key, ids), visit.key: new}
 
     def _sizes(self, visit: Visit) -> dict[int, tuple[int, First]]:
-        """Return the number of other tokens, and where the image starts, by a dimension's size."""
+        """Return {size of a token dimension: (number of other tokens, where the image starts)}."""
         others = visit.sequence.shape[1] - self._count(visit.tokens.layout)
         text = visit.named.get("encoder_hidden_states")
         beside = text.shape[1] if isinstance(text, Tensor) and text.ndim == 3 else 0
@@ -250,7 +250,7 @@ class RoutedPass:
         }
 
     def _verdict(self, visit: Visit, ids: Tensor) -> Verdict:
-        """Return the verdict on the block's class, which is examined until one is reached."""
+        """Return the verdict on the block's class; examine the class as long as it has none."""
         name = self.routes.kind(visit.index, visit.block)
         known: Verdict | None = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):

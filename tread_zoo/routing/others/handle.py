@@ -192,7 +192,7 @@ class Routes:
         self.passes += 1
         return Step(*self.step, self.seed), self.passes - 1
 
-    # What a pass asks -----------------------------------------------------------------------------
+    # What a pass needs ----------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -292,12 +292,12 @@ def enable_routing(
 ) -> Routes:
     """Return the handle of a network whose tokens bypass some of its blocks in training.
 
-    Only the contents of the network's lists of blocks change, while it runs in train() mode with
+    Only the network's lists of blocks are changed, and only while it runs in train() mode with
     gradients. Each class of blocks is tested once, and refused if it cannot be routed.
 
     Args:
-        network: a transformer of diffusers, or any whose blocks are called from lists; wrapped by
-            DistributedDataParallel, `torch.compile` or peft or not.
+        network: a transformer of diffusers, or any network whose blocks are called from lists. It
+            may be wrapped by DistributedDataParallel, `torch.compile` or peft.
         method: registered routing method that owns no weights; `options` are its fields.
         seed: seed of the random choices.
         extra: number of other tokens before the image's in the sequence of the first block, needed
