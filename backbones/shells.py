@@ -97,7 +97,7 @@ class Shell(Backbone, metaclass=CheckedInit):
         input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
         hidden_size: width D of the tokens.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
-        num_registers: number of learned tokens before the image's, see `Backbone.add_registers`.
+        num_registers: number of learned extra tokens, which no route takes (arXiv 2309.16588).
         options: options of the mixer and of the MLP.
 
     Class attributes:

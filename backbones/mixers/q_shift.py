@@ -108,8 +108,8 @@ class ShiftingMixer(ScanMixer):
     """Shifts on the grid and scans along a curve: `forward(x, walk)`.
 
     Args:
-        gaps: ignore, reset or decay, as in `ScanMixer`; a missing neighbour is zero or, with
-            `ignore`, the nearest token present in its direction.
+        gaps: ignore, reset or decay, for the scan. For the shifts a missing neighbour is zero or,
+            with ignore, the nearest token present in its direction.
         scan: `scan_order` and `index`, see `ScanMixer`.
     """
 

@@ -46,11 +46,7 @@ def find_runs(folders: Folders) -> list[Path]:
 
 
 def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.DataFrame:
-<<<<<<< HEAD
     """Return a table with a row per run, finished or not. docs/evaluation.md lists main columns.
-=======
-    """Return a table with a row per run, finished or not; docs/evaluation.md lists its columns.
->>>>>>> h/words2
 
     Settings in which runs differ are columns with command-line names such as
     `routing.selection_rate`. `real_fid` is the score of real images; `contribution_3` belongs to

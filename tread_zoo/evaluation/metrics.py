@@ -110,8 +110,13 @@ def kid(
     seed: int = 0,
 ) -> dict[str, float]:
     """Return the squared kernel distance with a cubic kernel, and its standard deviation over
-    subsets (Bińkowski et al. 2018). It is unbiased and may be negative. Subsets have `subset_size`
-    images, or all images of the smaller set if that has fewer."""
+    subsets (Bińkowski et al. 2018). It is unbiased and may be negative.
+
+    Args:
+        num_subsets: number of random subsets.
+        subset_size: images of a subset; the smaller set's number if that is fewer.
+        seed: seed of the choice of subsets.
+    """
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     size = min(subset_size, len(generated), len(real))
@@ -124,8 +129,12 @@ def kid(
 
 @register("metric", "precision", better="higher", min_images=4)
 def precision(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of generated images within the ball of some real image. A ball's radius
-    is the distance to the `num_neighbors`-th nearest real image (Kynkäänniemi et al. 2019)."""
+    """Return the fraction of generated images within the ball of some real image (Kynkäänniemi et
+    al. 2019).
+
+    Args:
+        num_neighbors: k; a ball's radius is the distance to the k-th nearest image of the same set.
+    """
     return _coverage(generated, real, num_neighbors)
 
 
@@ -139,7 +148,12 @@ def recall(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -
 @register("metric", "isc", better="higher", features="logits", min_images=10)
 def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dict[str, float]:
     """Return the inception score of logits [N, classes], exp of the mean KL divergence of
-    p(class | image) from p(class) (Salimans et al. 2016), and its std over `num_parts` parts."""
+    p(class | image) from p(class) (Salimans et al. 2016), and its standard deviation over parts.
+
+    Args:
+        num_parts: number of parts into which the images are divided.
+        seed: seed of the division.
+    """
     from torch_fidelity.metric_isc import isc_features_to_metric
 
     values = isc_features_to_metric(generated, splits=num_parts, rng_seed=seed)

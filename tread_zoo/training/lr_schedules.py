@@ -32,7 +32,11 @@ class LRSchedule(Protocol):
 @register("lr_schedule", "constant")
 @dataclass(frozen=True)
 class Constant:
-    """Warm-up, then constant at the peak."""
+    """Warm-up, then constant at the peak.
+
+    Args:
+        warmup_steps: steps of the warm-up; auto is 50, or a fifth of the run if that is fewer.
+    """
 
     warmup_steps: Auto | NonNegativeInt = "auto"
 
@@ -69,7 +73,11 @@ class Cosine(Constant):
 @register("lr_schedule", "wsd")
 @dataclass(frozen=True)
 class WarmupStableDecay(Constant):
-    """Warm-up, then constant at the peak, then linear to 0 over the last fraction `decay`."""
+    """Warm-up, then constant at the peak, then linear to 0 over the last fraction `decay`.
+
+    Args:
+        decay: fraction of all steps in which the rate falls.
+    """
 
     decay: Annotated[float, Field(gt=0, le=1)] = 0.2
 
