@@ -42,9 +42,9 @@ class Alignment(Protocol):
     # after the projection's `teacher_block`, without routes, and `feature_size` is their width.
 
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
-        """Return the projection, with weights from torch's global generator.
+        """Return the network from tokens to features, with weights from torch's global generator.
 
-        The projection's `block` is the index of the block whose tokens it takes. Its forward takes
+        Its attribute `block` is the index of the block whose tokens it takes. Its forward takes
         tokens [B,K,D], ids int64 [B,K] or None for all N, and features float [B,S,h,w] of any grid,
         and returns L per image, [B]. `feature_size` is S.
         """
@@ -59,19 +59,20 @@ class NoAlignment:
 @register("alignment", "repa")
 @dataclass(frozen=True, kw_only=True)
 class REPA:
-    """The cosine similarity of projected tokens to the encoder's features.
+    """Minus the cosine similarity of projected tokens to stored features of an encoder.
 
     Args:
         block: align the tokens after this block; counts from 0, negative from the end. auto is a
             quarter of the depth, the 8th of 28.
-        weight: factor of the term in the loss.
+        weight: factor with which this loss is added to the objective's.
         projection: mlp, three linear layers with SiLU on each token, or conv, one 3x3 convolution
             over the grid, with zeros for tokens that bypass the block.
-        normalize: spatial normalises each channel of the features over the image: it subtracts
-            `mean_share` of the mean, and divides by the standard deviation. none does neither.
+        normalize: spatial subtracts from each channel of the features `mean_share` of its mean over
+            the image, and divides it by its standard deviation; none leaves the features as they
+            are.
         mean_share: fraction of the mean that `normalize=spatial` subtracts.
         hidden_size: width of the mlp.
-        stop: fraction of training after which the term and its cost are dropped.
+        stop: fraction of training after which this loss is no longer computed.
     """
 
     block: Literal["auto"] | int = "auto"
@@ -104,11 +105,11 @@ class REPA:
 @register("alignment", "self_flow")
 @dataclass(frozen=True, kw_only=True)
 class SelfFlow:
-    """The cosine similarity of projected tokens to the averaged network's, as in Self-Flow (arXiv
-    2603.06507). The projection differs: the authors use the layers D -> 2D -> D.
+    """Minus the cosine similarity of projected tokens to tokens of the averaged network, as in
+    Self-Flow (arXiv 2603.06507). Our projection differs: the authors' has the layers D -> 2D -> D.
 
-    The averaged network gets all tokens, without gradient; with two noise levels, it gets them at
-    the less noisy of the image's two times. The authors use `objective.second_level_fraction=0.25`,
+    The averaged network runs on all tokens, without gradient. If an image has two noise levels, its
+    input has the lower one everywhere. The authors use `objective.second_level_fraction=0.25`,
     layer 8 of 28, and the averaged network's layer 20.
 
     Args:
@@ -116,9 +117,9 @@ class SelfFlow:
             three tenths of the depth.
         teacher_block: block of the averaged network that gives the features; auto is seven tenths
             of the depth.
-        weight: factor of the term in the loss.
+        weight: factor with which this loss is added to the objective's.
         hidden_size: width of the projection, three linear layers with SiLU.
-        stop: fraction of training after which the term and its cost are dropped.
+        stop: fraction of training after which this loss is no longer computed.
     """
 
     self_taught: ClassVar[bool] = True
@@ -130,7 +131,7 @@ class SelfFlow:
     stop: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def build(self, backbone: Backbone, feature_size: int) -> "Projector":
-        """Return the projection, with `teacher_block` set.
+        """Return the projection to the averaged network's tokens, with `teacher_block` set.
 
         Raises:
             ValueError: the backbone has no such block.
@@ -198,7 +199,7 @@ class Projector(nn.Module):
 
 
 def _gather(tokens: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the tokens [B,K,D] at `ids` of `tokens` [B,N,D]; None: all tokens."""
+    """Return the tokens [B,K,D] at the positions `ids` [B,K] of `tokens` [B,N,D]; None: all."""
     if ids is None:
         return tokens
     return tokens.gather(1, ids[..., None].expand(-1, -1, tokens.shape[2]))

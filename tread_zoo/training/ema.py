@@ -41,7 +41,7 @@ class WeightAverage:
         self._slices: dict[str, Tensor] = {}  # this rank's, by name, if weights are sharded
 
     def to(self, device: torch.device, network: nn.Module) -> None:
-        """Move the averages to the devices of `network`'s weights, and shard them likewise."""
+        """Move the averages to `device`, or shard them if the weights of `network` are sharded."""
         for name, weight in network.named_parameters():
             if is_sharded(weight):
                 self._slices[name] = slice_like(self.network.get_parameter(name), weight)
@@ -50,8 +50,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, network: nn.Module, step: int, skipped: Tensor | None = None) -> None:
-        """Add the weights after optimizer step `step`, counted from 1, to the averages. If
-        `skipped`, a number on their device, is 1.0, nothing changes."""
+        """Update the averages with the weights of `network` after optimizer step `step`, counted
+        from 1. Nothing changes if `skipped`, a number on their device, is 1.0."""
         averages: Sequence[Tensor] = list(self._slices.values()) or list(self.network.parameters())
         weights = list(network.parameters())
         # average -= (1 - decay) (average - weights): SGD with the weights as negated gradient and a
@@ -77,12 +77,13 @@ class WeightAverage:
 
 
 def exponential_decay(decay: float, *, warmup: bool = True) -> Callable[[int], float]:
-    """Return d_k of the exponential average; with `warmup` it grows up to `decay`."""
+    """Return the function k -> d_k of the exponential average: with `warmup`, d_k grows up to
+    `decay`; without, it is `decay`."""
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 def power_decay(width: float) -> Callable[[int], float]:
-    """Return d_k of the power-function average with a relative width."""
+    """Return the function k -> d_k of the power-function average of relative width `width`."""
     power = width_to_exponent(width)
     return lambda step: (1 - 1 / step) ** power
 

@@ -79,9 +79,15 @@ class EarlyRecords(logging.Handler):
 
 
 class Log:
-    """Context manager that logs a run to its folder. Only rank 0 writes. `state` is the state at
-    start or after a resume, `step_flops` returns the FLOPs of steps by stage, and `early` has the
-    log records so far."""
+    """Context manager that logs a run to its folder. Only rank 0 writes.
+
+    Args:
+        state: the state at the start or after a resume.
+        locked_folder: returns the run's folder, see `open_folder`.
+        precision: a resolved precision, see `tread_zoo.runtime`.
+        step_flops: (network, routing method) -> FLOPs per image by stage; see `loop.step_flops`.
+        early: the log records so far.
+    """
 
     def __init__(
         self,
@@ -156,7 +162,7 @@ class Log:
         return self
 
     def _begin(self) -> None:
-        """Open the files, and log the settings."""
+        """Open the run's files, start the tracker, and log what the run consists of."""
         self._open_log_file()
         write_text(self.folder / CONFIG, json.dumps(self.settings, indent=2))
         write_text(self.folder / FACTS, json.dumps(self.facts, indent=2))
@@ -243,7 +249,7 @@ class Log:
             _say("cost", f"about {time_left} for {left} steps, {memory / 1e9:.1f} GB")
 
     def metrics(self, state: TrainState, window: Window) -> None:
-        """Write the metrics of a window; every rank must call this."""
+        """Write the metrics of the steps in `window`, and empty it; every rank must call this."""
         numbers = window.close(state)
         if corrupt := self.corrupt.items:
             numbers["corrupt_items"] = float(len(corrupt))
@@ -273,7 +279,7 @@ class Log:
         self._write_page([line])
 
     def _write_page(self, status: list[str], *, ended: bool = False) -> None:
-        """Write the run's page if it is time for a refresh or the run has `ended`."""
+        """Write the run's page with the lines `status` if a refresh is due or the run `ended`."""
         if not ended and time.monotonic() < self.next_page:
             return
         self.next_page = time.monotonic() + REFRESH_S
@@ -296,8 +302,9 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
-        """Return whether samples are due after a step, and whether a score before the end is due.
-        If the run was `resumed` at this step, only missing ones are due. Every rank calls this."""
+        """Return whether samples are due after a step, and whether a score is, other than the one
+        at the end. If the run was `resumed` at this step, only what is missing is due. Every rank
+        must call this."""
         training, last = self.setup.training, step == self.setup.num_steps
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)
@@ -311,7 +318,7 @@ class Log:
         return samples, score
 
     def _has_samples(self, step: int) -> bool:
-        """Return whether `samples` was completed after a step."""
+        """Return whether the run's files show that `samples` was completed after a step."""
         if self.setup.data.held_out is None:
             return self._grid(step).exists()
         rows = read_metrics(self.folder)
@@ -333,7 +340,7 @@ class Log:
             state.average.release()
 
     def _save_grids(self, network: Backbone, step: int) -> None:
-        """Save samples and, the first time, real images."""
+        """Save a grid of samples and, the first time, a grid of real images."""
         setup, data, device = self.setup, self.setup.data, self.accelerator.device
         indices = range(GRID_IMAGES)
         names = [data.class_names[i % data.num_classes] for i in indices if data.num_classes]
@@ -365,8 +372,8 @@ class Log:
                 save_animation(grids, self.folder / "samples.gif")
 
     def score(self, state: TrainState, *, last: bool = False) -> None:
-        """Score the averaged weights; all ranks must call this. `last`: it is the score at the
-        end."""
+        """Score samples of the averaged weights, and write the scores; every rank must call this.
+        `last` marks the score at the end of the run, which is also written to score.json."""
         setup, options = self.setup, self.setup.config.evaluation
         if not last:
             options = replace(options, keep_images=None)

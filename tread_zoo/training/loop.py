@@ -4,7 +4,8 @@
            -> optimizer -> averaged weights -> samples, held-out loss, checkpoints, scores
 
 The random choices for image i of step k depend only on (seed, k, i) and the size of the step's
-batch. So a resumed run equals an unbroken one; with another number of processes, up to rounding.
+batch. So a resumed run equals an unbroken one. With another number of processes, runs are equal up
+to rounding.
 
 B batch, C channels, H height, W width.
 """
@@ -171,8 +172,9 @@ def sample_and_score(
 
 
 def check_steps(state: TrainState, window: Window, received: Mapping[int, float]) -> int:
-    """Wait for the queued steps, and return the signal that any rank received, or 0. `received` are
-    the signals of this process. Every rank must call this, and gets the same value.
+    """Wait for the queued steps, check the losses and gradients in `window`, and return the
+    strongest signal that any rank received, or 0. `received` has the signals of this process as
+    keys. Every rank must call this, and gets the same value.
 
     Raises:
         FloatingPointError: the loss of a rank or the gradient was not finite in a step of the
@@ -209,9 +211,9 @@ def check_steps(state: TrainState, window: Window, received: Mapping[int, float]
 
 
 def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: Window) -> Tensor:
-    """Do optimizer step `state.step`, counted from 0, on this rank's batches. Return 1.0 on the
-    device of every rank if the step was skipped, because a loss or the gradient was not finite;
-    else 0.0."""
+    """Do optimizer step `state.step`, counted from 0, on this rank's next `batches`; `window`
+    collects the losses. Return a number on the device, the same on every rank: 1.0 if the step was
+    skipped because a loss or the gradient was not finite, else 0.0."""
     setup, accelerator = state.setup, state.accelerator
     factor = setup.lr_schedule(state.step, setup.num_steps)
     for group, rate in zip(state.groups, state.rates, strict=True):
@@ -251,7 +253,7 @@ def _step_unless(state: TrainState, skipped: Tensor) -> None:
     """Step the optimizer, unless `skipped` is 1.0.
 
     Torch's fused optimizers skip a step on the device if `found_inf` is 1.0; the scaler of fp16
-    sets it. For other optimizers the host waits.
+    sets it. For other optimizers the host waits for the number.
     """
     if state.accelerator.scaler is None:
         if getattr(state.optimizer, "_step_supports_amp_scaling", False):
@@ -262,16 +264,17 @@ def _step_unless(state: TrainState, skipped: Tensor) -> None:
 
 
 def _teacher(state: TrainState) -> Backbone | None:
-    """Return the averaged network while an alignment takes its features from there."""
+    """Return the averaged network if the alignment takes features from it now, else None."""
     setup = state.setup
     taught = setup.is_self_taught and state.step < setup.aligned_steps
     return state.average.network if taught else None
 
 
 class Drawn(NamedTuple):
-    """All that the loss of a micro-step needs of a rank: images [B,C,H,W] as the model sees them,
-    labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
-    [B,S,h,w] of the same images, mirrored or not, or None."""
+    """What one rank's loss of a micro-step is computed from: images x [B,C,H,W] in the model's
+    range; labels or contexts y (some dropped), or None; the objective's noise and noise levels,
+    `draw`; the routing method's choice, `routes`; and an encoder's features [B,S,h,w] of x,
+    mirrored where x is, or None."""
 
     x: Tensor
     y: Tensor | None
@@ -301,7 +304,8 @@ def step_loss(
     Args:
         setup: the parts of the run.
         drawn: the result of `draw_step`.
-        model, projector: wrapped for several processes; None: `setup.backbone`, `setup.projector`.
+        model, projector: the backbone and the alignment's projection, wrapped for several
+            processes; None: `setup.backbone`, `setup.projector`.
         teacher: the averaged network, if the alignment takes its features from it.
     """
     x, y, draw, routes, features = drawn
@@ -343,7 +347,8 @@ def step_loss(
 def _features_of(
     teacher: Backbone, setup: Setup, x: Tensor, y: Tensor | None, draw: Draw
 ) -> Tensor:
-    """Return the teacher's tokens [B,D,h,w] of the images at the cleanest level of their tokens."""
+    """Return tokens [B,D,h,w] of the teacher, after its `teacher_block`, for the images x with
+    noise: of an image's noise levels in `draw`, the lowest."""
     each, projector = draw.token_levels, setup.projector
     level = draw.level if each is None else each.amin(dim=1)
     objective, tokens = setup.objective, torch.empty(0)
@@ -363,7 +368,7 @@ def _features_of(
 def draw_step(
     setup: Setup, batch: tuple[Tensor, ...], step: int, rank: int, device: torch.device
 ) -> Drawn:
-    """Return all that the loss of a micro-step needs, with its random choices.
+    """Return what the loss of a micro-step is computed from, with its random choices.
 
     The random numbers of image i depend only on (seed, step, i), with i counted over all ranks. A
     rank draws them for its own images, so images get the same numbers on any number of ranks.
@@ -402,8 +407,8 @@ def draw_step(
 
 
 def _draw(setup: Setup, shape: Sequence[int], generator: Mapping[str, ImageGenerator]) -> Draw:
-    """Return the objective's draw for images of `shape`, from the generators for noise and
-    levels."""
+    """Return the objective's noise and noise levels for images of `shape` [B,C,H,W], drawn from the
+    generators by purpose; with a second level, also the levels of tokens."""
     draw = setup.objective.draw(shape, generator["noise"])
     if getattr(setup.objective, "second_level_fraction", 0):
         levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
@@ -425,8 +430,9 @@ def affordable_steps(config: RunConfig) -> int:
 def step_flops(
     setup: Setup, network: Backbone, routing: Method | None = None
 ) -> list[tuple[range, float]]:
-    """Return the steps of each stage of a run, and the FLOPs per image of a step's whole loss,
-    including further passes, a teacher and the alignment's projection.
+    """Return (steps, FLOPs per image) for each stage of a run, in which all steps cost the same.
+    Counted is a step's whole loss with its gradient, including further passes, a teacher and the
+    alignment's projection.
 
     Args:
         setup: the run.
@@ -445,7 +451,8 @@ def step_flops(
 
 @dataclass(frozen=True)
 class _CountedLoss:
-    """The loss of a step on the meta device, in the form that `stage_flops` takes."""
+    """The loss of a step on the meta device, as a function for `stage_flops`; `aligned` says
+    whether the alignment's loss is part of it."""
 
     setup: Setup
     aligned: bool

@@ -36,8 +36,8 @@ def timed(state: TrainState, name: str) -> Iterator[None]:
 
 
 class Window:
-    """The optimizer steps since the last line of the log. Its speed counts only seconds of
-    training."""
+    """Measurements of the optimizer steps since the last line of the log. Only the seconds of
+    training count for the speed."""
 
     def __init__(self, state: TrainState) -> None:
         self.learning_rate = self.grad_norm = math.nan  # at the last step
@@ -51,7 +51,7 @@ class Window:
         self._means: dict[str, list[Tensor]] = {}
 
     def add(self, losses: Tensor, values: dict[str, Tensor], levels: Tensor) -> None:
-        """Add a micro-step of this rank: losses and levels [B], and the objective's values."""
+        """Add a micro-step of this rank: losses and noise levels [B], and other values by name."""
         self._losses.append(losses.detach().float())
         self._levels.append(levels)
         for name, value in {"loss": losses, **values}.items():
@@ -64,9 +64,9 @@ class Window:
     def close(self, state: TrainState) -> dict[str, float]:
         """Return the means over the window, and begin a new one; every rank must call this.
 
-        These are `loss` and other values of the objective, `images_per_s`, `loss_level_1` …
-        `loss_level_4` (on this rank), `learning_rate` and `grad_norm` at the last step, and
-        `peak_memory`.
+        These are `loss` and other values of the objective; `images_per_s`; `loss_level_1` …
+        `loss_level_4`, the losses in quarters of rising noise level, of this rank alone;
+        `learning_rate` and `grad_norm` at the last step; and `peak_memory` in bytes.
         """
         numbers = {
             name: state.accelerator.reduce(torch.stack(means).mean(), reduction="mean").item()
@@ -94,8 +94,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the FLOPs per second from the data sheet of a GPU, given torch's name for it. None if
-    unknown, also for laptops and partitions (MIG)."""
+    """Return the peak FLOPs per second of the GPU that torch calls `name`, from its data sheet, at
+    `precision`: fp32, bf16 or fp16. None if unknown, as for laptops and partitions (MIG)."""
     words = re.sub(_ASIDE, " ", name).replace("-", " ").upper().split()
     fp32, half = PEAK_TFLOPS.get(" ".join(words), (None, None))
     peak = fp32 if precision == "fp32" else half

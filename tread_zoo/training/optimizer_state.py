@@ -15,8 +15,8 @@ from tread_zoo.training.sharding import full_tensor, slice_like
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that have state: those in attributes of `optimizer`, or in lists there,
-    or else `optimizer` itself."""
+    """Return the optimizers that hold the state: those in attributes of `optimizer`, or in lists
+    there; without any, `optimizer` itself."""
     inner = []
     for value in vars(optimizer).values():
         for each in value if isinstance(value, list | tuple) else (value,):
@@ -28,9 +28,10 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the unsharded tensors of an optimizer's state, keyed `<parameter>|<name>`, and for
-    each of `inner_optimizers` the other values, {"state": {key: value}, "groups": [{option:
-    value}]}. Every rank must call this."""
+    """Return the state of an optimizer in two parts: the tensors, unsharded, keyed
+    `<parameter>|<name>`; and for each of `inner_optimizers` the other values, {"state": {key:
+    value}, "groups": [{option: value}]}. `parameters` has all trained ones by name. Every rank must
+    call this."""
     tensors: dict[str, Tensor] = {}
     plain: list[Any] = []
     for inner in inner_optimizers(optimizer):
@@ -57,8 +58,9 @@ def load_optimizer_state(
     *,
     with_groups: bool,
 ) -> None:
-    """Load the result of `optimizer_state`; each rank loads its slices. `with_groups` also
-    restores the groups' options instead of keeping those with which the optimizer was built."""
+    """Load `tensors` and `plain`, the result of `optimizer_state`; each rank loads its slices. With
+    `with_groups`, parameter groups get their saved options; without, they keep those with which the
+    optimizer was built."""
     for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
         numbers = {name: number for number, name in enumerate(_names(inner, parameters))}
         content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)

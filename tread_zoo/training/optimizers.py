@@ -36,8 +36,9 @@ class AdamW:
     Args:
         learning_rate: the peak rate; auto is the rate registered with the backbone.
         weight_decay, beta1, beta2: as in torch.
-        weight_decay_on: all decays all parameters; matrices exempts norms, biases and embeddings.
-            The rates, step sizes and D of scans are never decayed (`no_weight_decay_names`).
+        weight_decay_on: with all, every parameter decays; with matrices, norms, biases and
+            embeddings do not. Neither decays the rates, step sizes and D of scans
+            (`no_weight_decay_names`).
     """
 
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
@@ -47,7 +48,7 @@ class AdamW:
     weight_decay_on: DecayOn = "all"
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
-        """Return torch's AdamW; the step is one kernel where torch has one."""
+        """Return torch's AdamW; a step is one fused kernel on devices for which torch has one."""
         assert self.learning_rate != "auto", "make_config resolves it"
         spared = no_weight_decay_names(backbone, self.weight_decay_on)
         return torch.optim.AdamW(
@@ -67,7 +68,7 @@ class Muon:
         momentum, nesterov, ns_steps: as in torch; `ns_steps` is the number of Newton-Schulz steps.
         weight_decay: weight decay of Muon and AdamW.
         weight_decay_on: as in `AdamW`; Muon's matrices are always decayed.
-        adjust_lr_fn: factor on Muon's rate by the shape [rows, columns] of a matrix;
+        adjust_lr_fn: factor on Muon's rate, set by a matrix's shape [rows, columns];
             match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that a rate for AdamW suits Muon, too
             (Moonlight, arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
         adamw_learning_rate: the peak of AdamW's rate; auto is `learning_rate`.
@@ -86,7 +87,7 @@ class Muon:
     weight_decay_on: DecayOn = "all"
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
-        """Return one optimizer of both kinds of parameters.
+        """Return one optimizer that trains the matrices with Muon and all else with AdamW.
 
         Raises:
             ValueError: the backbone has no hidden matrices.
@@ -114,10 +115,10 @@ class Muon:
 
 
 def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the parts of each matrix that Muon trains, by parameter name.
+    """Return, for each parameter that Muon trains, by name, how many rows each matrix in it has.
 
-    A parameter [.., rows, columns] is split along its rows: `qkv` has three parts, a single matrix
-    has one, (rows,). Leading dimensions are stacked along the rows.
+    A parameter [.., rows, columns] may be several matrices, one below the other: `qkv` is three, a
+    single matrix has the sizes (rows,). Leading dimensions are stacked along the rows.
 
     Muon trains the linear layers of the blocks, and the parameters that a module of a block lists
     in `fused_rows`, {parameter name: sizes}. Embeddings, positions and heads are left to AdamW.
@@ -133,9 +134,10 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
 
 
 def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[str]:
-    """Return the names of the parameters without weight decay. These are marked `_no_weight_decay`,
-    as in fla and mamba. If only matrices are decayed, also biases, other vectors, and embeddings,
-    which are the parameters of the backbone itself and of `nn.Embedding`."""
+    """Return the names of the parameters without weight decay. They have the attribute
+    `_no_weight_decay`, as in fla and mamba. If only matrices are decayed, biases, other vectors and
+    embeddings are among them; embeddings are the parameters of `nn.Embedding` and of the backbone
+    itself."""
     spared = set()
     for path, module in backbone.named_modules():
         embeds = module is backbone or isinstance(module, nn.Embedding)
@@ -150,8 +152,9 @@ def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[s
 def _split(
     parameters: Mapping[str, Tensor], spared: Collection[str], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups: first one without weight decay, unless it would be empty; last
-    the one with weight decay, which further parameters join."""
+    """Return the parameter groups: first the `spared` parameters, without weight decay; last all
+    others, a group that further parameters join. The first is left out if it is empty or nothing
+    decays."""
     first = [p for name, p in parameters.items() if weight_decay and name in spared]
     rest = [p for name, p in parameters.items() if not weight_decay or name not in spared]
     groups = [{"params": first, "weight_decay": 0.0}] if first else []
@@ -159,19 +162,20 @@ def _split(
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for matrices, where each part of a fused matrix is stepped by itself; AdamW for the
-    rest.
+    """Muon for matrices, AdamW for the rest. Of a parameter that is several matrices, such as
+    `qkv`, each is stepped by itself.
 
-    It computes what `torch.optim.Muon` does, but matrices of one shape together: a network has
-    hundreds of matrices and a few shapes. Momentum is sharded as its parameter (FSDP2). Sharded
-    matrices are gathered up to `STACKED` numbers at a time, and every rank computes with the whole.
-    With `found_inf` of 1.0 set, as on torch's fused optimizers, a step changes nothing.
+    It computes what `torch.optim.Muon` does, but steps matrices of one shape together: a network
+    has hundreds of matrices and a few shapes. Momentum is sharded like its parameter (FSDP2).
+    Sharded matrices are gathered, up to `STACKED` numbers at a time, and every rank computes with
+    the whole. A step changes nothing if the attribute `found_inf` is 1.0, as with torch's fused
+    optimizers.
 
     Args:
         parameters: all trained parameters, by name.
-        matrices: sizes of the parts along the rows, by name; see `hidden_matrices`.
-        muon, adamw: options of torch's optimizers. The parameter groups of `muon` come first, one
-            for each way to split, with that split as `row_sizes`; then come those of `adamw`.
+        matrices: by name, the rows of each matrix in a parameter; see `hidden_matrices`.
+        muon, adamw: options of torch's optimizers. Muon's parameter groups come first, one for each
+            value of `matrices`, which it has as `row_sizes`; AdamW's groups follow.
         spared: names of parameters that AdamW does not decay.
     """
 
@@ -219,7 +223,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def _step_matrices(
         self, parameters: list[Tensor], group: Mapping[str, Any], skipped: Tensor | None
     ) -> None:
-        """Step the matrices of one shape."""
+        """Step parameters of one shape with the options of `group`, unless `skipped` is 1.0."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

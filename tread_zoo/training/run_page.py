@@ -41,7 +41,7 @@ def write_run_page(
 
     Args:
         rows: the lines of `metrics.jsonl`.
-        status: lines of text.
+        status: lines of text for the top of the page.
         ended: the run has ended, so the page stops reloading itself.
     """
     newest = sorted((folder / "samples").glob("step_*.png"))[-1:]

@@ -56,7 +56,8 @@ def save_snapshot(state: TrainState, folder: Path) -> None:
 
 
 def _gather(state: TrainState, averages: dict[str, WeightAverage]) -> dict[str, dict[str, Tensor]]:
-    """Return the unsharded averages on the main process's CPU, gathered one at a time."""
+    """Return the unsharded weights of each average, by name, on the CPU; on other ranks than 0 they
+    are left out. One average is gathered at a time."""
     parts, accelerator = {}, state.accelerator
     for part, average in averages.items():
         whole = average.full_network(accelerator.device).state_dict()

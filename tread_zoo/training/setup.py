@@ -52,11 +52,11 @@ COMPILE_BACKEND = "inductor"
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a run.
+    """What a run is made of: its configuration, data, networks and registered parts.
 
-    `projector` is the network that an alignment trains with the backbone, `weak` the network of a
-    guidance's checkpoint. `not_scored` says which metrics are left out and why; `initial` says
-    which weights a new run starts from.
+    `projector` is the network that an alignment trains with the backbone, `weak` the network that
+    guidance loads from its `weak_checkpoint`. `not_scored` says which metrics are left out and why;
+    `initial` says which weights a new run starts from.
     """
 
     config: RunConfig
@@ -103,7 +103,9 @@ class Setup:
         self, rank: int = 0, num_ranks: int = 1, step: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield (images as stored, labels [B] or contexts [B,T,S]) for each micro-step of a rank,
-        starting at optimizer step `step`; features [B,K,S,h,w] third until the alignment stops.
+        starting at optimizer step `step`. If the alignment uses an encoder's stored features, these
+        come third, up to the step at which it stops: [B,K,S,h,w], with S channels; K is 2 if they
+        include the mirrored image's, else 1.
 
         Raises:
             ValueError: there are too few images for one batch on each rank.
@@ -257,9 +259,9 @@ class TrainState:
 
 
 def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Accelerator":
-    """Return the accelerator that connects a launcher's processes. The loop applies autocast;
-    accelerate scales the loss in fp16. If steps may leave weights out, DDP does not wait for their
-    gradients."""
+    """Return the accelerator that connects a launcher's processes. The training loop applies
+    autocast itself; accelerate only scales the loss in fp16. If a step may leave weights unused,
+    DDP does not wait for their gradients."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     ddp = DistributedDataParallelKwargs(
@@ -351,7 +353,7 @@ def to_devices(
 
 
 def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load the optimizer, the scaler, the step and the seconds from a checkpoint."""
+    """Load the optimizer, fp16's scaler, the step and the seconds spent from a checkpoint."""
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
     if before["name"] == now["name"]:  # another optimizer starts fresh

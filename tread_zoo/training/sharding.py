@@ -21,7 +21,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's slice of a whole tensor, sharded like `like` (if that is sharded)."""
+    """Return this rank's slice of the whole `tensor`, sharded like `like`; `tensor` itself if
+    `like` is not sharded or has another shape."""
     if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

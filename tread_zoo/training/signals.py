@@ -40,7 +40,7 @@ class Stopped(SystemExit):
 
 
 def requeue_from_the_start() -> None:
-    """Make signals that requeue end the process with the requeue status, not Python's, until
+    """Let SIGUSR1 and SIGUSR2 end the process with status 75 (see the module), not Python's, until
     `StopSignals` takes over. Until `imported` is called, Ctrl-C ends the process with one line,
     because an interrupted import may raise any exception."""
     for number in REQUEUE_SIGNALS:
@@ -73,7 +73,7 @@ class StopSignals:
     """Context manager that records the signals that come within `deferred`.
 
     Outside of `deferred` there is nothing to save: SIGHUP, SIGINT and SIGTERM act as usual, and
-    signals that requeue end the process at once with their status.
+    SIGUSR1 and SIGUSR2 end the process at once with status 75.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class StopSignals:
             hook.remove()
 
     def exit(self, number: int) -> NoReturn:
-        """End the process because of signal `number`. For signals that requeue, an earlier handler,
+        """End the process because of signal `number`. For SIGUSR1 and SIGUSR2, an earlier handler,
         such as submitit's, is called first."""
         before = self._before.get(number)
         if number in REQUEUE_SIGNALS and callable(before):
