@@ -3,9 +3,10 @@
     c_l = |F - F_without| / |F|        over all images at noise level l; the mean over three levels
     r   = L_without / L - 1            the rise of the loss, over all images and levels
 
-F is the raw output, whose scaling the objective sets. The levels are the quantiles .2, .5 and .8 of
-the objective's training levels: t = .2, .5, .8 if t is uniform. Streams pass a skipped block
-unchanged. A small c does not mean an idle block: the loss may rise by 2 % and samples be far worse.
+F is the network's raw output, whose scaling the objective sets, and L its loss; F_without and
+L_without are those without block l, which tokens pass unchanged. The levels are the quantiles .2,
+.5 and .8 of the objective's training levels: t = .2, .5, .8 if t is uniform. A small c does not
+mean an idle block: the loss may rise by 2 % and samples be far worse.
 
 B batch, C channels, H height, W width.
 """
@@ -147,7 +148,8 @@ def _recorded(
     precision: str,
     outputs: list[Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the network as a function for the objective; it appends its outputs to `outputs`."""
+    """Return the network with these labels and routes as a function of (x_t, t), for the objective;
+    each call appends its output to `outputs`."""
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
         with autocast(x_t.device, precision):
@@ -158,7 +160,8 @@ def _recorded(
 
 
 def ranges_of(backbone: Backbone, routing: Method) -> Ranges:
-    """Return the routed ranges; for a dense network its default range, unless that is empty."""
+    """Return the ranges [start, end) of blocks that `routing` routes; if it routes none, the
+    backbone's default range, unless that is empty."""
     default = range(backbone.num_blocks)[slice(*backbone.default_range)]
     ranges = routing.ranges(Stack.of(backbone))
     return ranges or ([(default.start, default.stop)] if default else [])

@@ -108,7 +108,8 @@ def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
     """Return the scores of all images in a folder or .npz file, as a record like `evaluate`'s. The
-    reference is in `data` or in `options`. Raises ValueError if no metric can be computed."""
+    reference is a part of `data`, or a path in `options`. Raises ValueError if no metric can be
+    computed."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation = evaluation.fit(len(images), images.shape, images.num_classes)
@@ -125,7 +126,8 @@ def evaluate_images(
 
 
 def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
-    """Return the held-out images; None unless the reference is the training images."""
+    """Return the held-out images, whose scores show what real images reach; None if there are none,
+    if they are latents, or if the reference is not the training images."""
     if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
     return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)

@@ -131,7 +131,9 @@ class ClassifierFeatures(nn.Module):
     It uses GELU, because half of the features of so small a ReLU network die in training.
 
     Args:
-        image_size, channels, num_classes: (H, W), at least 8 each; C; number of logits.
+        image_size: (H, W), each at least 8.
+        channels: C.
+        num_classes: number of logits.
         num_features: D, unless `layers` is given.
         layers: channels and padding of each convolution, and whether a 2x2 pooling follows.
     """
@@ -173,7 +175,8 @@ _DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DI
 
 
 def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
-    """Write a classifier's weights and sizes to a safetensors file, atomically."""
+    """Write a classifier's weights, its sizes and `about`, a text on its training, to a safetensors
+    file, atomically."""
     from safetensors.torch import save
 
     channels, *image_size = network.shape
@@ -201,7 +204,8 @@ def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
 
 
 def _load_exported(file: Path, device: torch.device) -> tuple[Network, tuple[int, ...]]:
-    """Return an exported network, uint8 [B,C,H,W] -> features [B, D], and its [C, H, W]."""
+    """Return the network in a file of torch.export, a function from uint8 [B,C,H,W] to pooled
+    features [B, D] by name, and the [C, H, W] that it takes."""
     from torch.export import load
     from torch.export.passes import move_to_device_pass
 
@@ -212,7 +216,7 @@ def _load_exported(file: Path, device: torch.device) -> tuple[Network, tuple[int
 
 
 def _load_inception(file: Path, names: Collection[str], device: torch.device) -> Network:
-    """Return Inception, computed as far as `names` require."""
+    """Return Inception, which computes no more layers than the features `names` need."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     # "768" is computed after mixed_7, so asking for it also runs mixed_6
@@ -238,7 +242,8 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
 
 
 def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
-    """Return the authors' network, with images resized and normalized as in torch-fidelity."""
+    """Return DINOv2, from its authors' code, with images resized and normalized as in
+    torch-fidelity."""
     from torch_fidelity.interpolate_compat_tensorflow import (
         interpolate_bilinear_2d_like_tensorflow1x as resize,
     )
@@ -266,7 +271,8 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
 
 
 def _hub_file(path: str | None, url: str, field: str) -> Path:
-    """Return the file of weights at `path` or, if None, in torch's hub folder."""
+    """Return the file of weights: `path`, or a file named as in `url` in the folder `path` or, if
+    None, in torch's hub folder. The error for a missing file names the setting `field`."""
     name = url.rpartition("/")[2]
     file = Path(path).expanduser() if path else Path(torch.hub.get_dir(), "checkpoints", name)
     file = file / name if file.is_dir() else file

@@ -5,9 +5,9 @@ scans and the convolutions before them. A multiply-add is 2; elementwise work is
 usual. Every operation is counted in its torch form, so that all machines agree. The recomputation
 of activation checkpointing is counted.
 
-A step costs the weighted sum over the variants of its routing method, e.g. a route with weight p
-and no route with 1 - p. A variant counts one forward and one backward pass or, if a loss is given,
-everything that the loss of a step computes.
+A step costs the mean over what its routing method may choose (its variants), such as a route with
+probability p and no route with 1 - p. For a variant, one forward and one backward pass are counted
+or, if a loss is given, everything that the loss of a step computes.
 """
 
 import json
@@ -48,15 +48,15 @@ def training_flops(backbone: Backbone, routing: Method, num_steps: int) -> float
 
 
 def mean_flops(stages: Sequence[tuple[range, float]]) -> float:
-    """Return the mean FLOPs over the steps of all stages."""
+    """Return the mean FLOPs over all steps of `stages`, pairs of (steps, FLOPs)."""
     return sum(len(steps) * flops for steps, flops in stages) / sum(len(s) for s, _ in stages)
 
 
 def stage_flops(
     backbone: Backbone, routing: Method, num_steps: int, loss: Loss | None = None
 ) -> list[tuple[range, float]]:
-    """Return (steps, FLOPs per image) for each stage of a run, as in `training_flops`; a `loss` is
-    counted in place of one forward and backward pass."""
+    """Return (steps, FLOPs per image) for each stage of a run, in which all steps cost the same.
+    Counted are one forward and one backward pass or, with a `loss`, all of its passes."""
     meta, stages = without_data(backbone), dict[range, float]()
     for steps, weight, crossings in routing.variants(Stack.of(backbone), num_steps):
         flops = weight * _trace(meta, 1, crossings, True, loss)
@@ -66,7 +66,8 @@ def stage_flops(
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """The cost of sampling one image: evaluations of strong plus weak network, and FLOPs."""
+    """The cost of sampling one image: evaluations of the network plus those of guidance's weak
+    network, and FLOPs."""
 
     evaluations: int
     flops: int
@@ -115,7 +116,8 @@ def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) ->
 def _trace(
     meta: Backbone, batch: int, routes: Routes, backward: bool, loss: Loss | None = None
 ) -> int:
-    """Return the FLOPs of one call of `meta`, from `without_data`; equal calls are traced once."""
+    """Return the FLOPs of one call of `meta`, a network from `without_data`, on `batch` images;
+    with `backward`, its gradient included. Equal calls are traced once."""
     of = getattr(loss, "key", loss)
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward, of)
     if key in _TRACED and meta.name is not None:  # without a name the options are unknown
@@ -142,7 +144,8 @@ _TRACED: dict[tuple[Any, ...], tuple[int, frozenset[str]]] = {}  # FLOPs, and th
 
 
 def _kind(crossing: Crossing) -> tuple[Any, ...]:
-    """Return what a crossing's FLOPs depend on: its class and fields, and the shapes of tensors."""
+    """Return a hashable description of what the FLOPs under a `Crossing` depend on: its class and
+    its fields, of tensors only their shapes."""
     values = [getattr(crossing, field.name) for field in fields(crossing)]
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else repr(v) for v in values]
     return type(crossing), *shapes

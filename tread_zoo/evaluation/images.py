@@ -152,7 +152,8 @@ def _open_npz(file: Path, field: str) -> Images:
 
 
 def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
-    """Return labels int64 [count]. Raises ValueError unless they are class numbers 0, 1, …."""
+    """Return labels int64 [count]. Raises ValueError unless they are class numbers 0, 1, …; the
+    error names the array by `where`."""
     labels, names = read_labels(values, where)
     if names or len(labels) != count or int(labels.min()) < 0:
         raise ValueError(

@@ -3,8 +3,9 @@
     @register("metric", "mean_gap", better="lower")
     def mean_gap(generated, real): ...                 # features [N, D], [M, D] -> float
 
-A metric returns a float, or several by name. Its options are its keyword-only parameters. `real`
-may be left out. Its `RuntimeWarning`s are recorded with the score. Metadata:
+A metric returns a float, or several by name. Its options are its keyword-only parameters. The
+argument `real` may be left out. `RuntimeWarning`s of a metric are recorded with its score.
+Metadata:
 
     better        "lower" or "higher"
     features      which features it takes: pooled (the default), spatial or logits
@@ -64,7 +65,7 @@ class Metric:
         return str(self.options["name"])
 
     def compute(self, generated: FeatureSet, real: FeatureSet) -> dict[str, float]:
-        """Return the values by name."""
+        """Return the metric's values by name, such as `kid` and `kid_std`."""
         sets = (generated, real) if self.uses_real else (generated,)
         inputs = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]
         result = self.function(*inputs, *([generated.labels] if self.labels else []))
@@ -114,7 +115,7 @@ def kid(
 
     Args:
         num_subsets: number of random subsets.
-        subset_size: images of a subset; the smaller set's number if that is fewer.
+        subset_size: images per subset, at most as many as the smaller set of images has.
         seed: seed of the choice of subsets.
     """
     from torch_fidelity.metric_kid import kid_features_to_metric
@@ -129,8 +130,8 @@ def kid(
 
 @register("metric", "precision", better="higher", min_images=4)
 def precision(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of generated images within the ball of some real image (Kynkäänniemi et
-    al. 2019).
+    """Return the fraction of generated images within the ball around some real image (Kynkäänniemi
+    et al. 2019).
 
     Args:
         num_neighbors: k; a ball's radius is the distance to the k-th nearest image of the same set.
@@ -140,8 +141,8 @@ def precision(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3
 
 @register("metric", "recall", better="higher", min_images=4)
 def recall(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of real images within the ball of some generated image: `precision` with
-    the sets exchanged."""
+    """Return the fraction of real images within the ball around some generated image: `precision`
+    with the sets exchanged."""
     return _coverage(real, generated, num_neighbors)
 
 

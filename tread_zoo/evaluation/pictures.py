@@ -110,8 +110,8 @@ def save_frames(
     path: Path,
     names: Sequence[str] = (),
 ) -> None:
-    """Write a GIF whose frames are grids of images. `to_pixels` maps those that are shown to uint8
-    [N, C, H, W]; for `names` see `draw_grid`."""
+    """Write a GIF that shows at most 20 of `frames`, evenly spaced, each as a grid of images.
+    `to_pixels` maps a frame to uint8 [N, C, H, W]; for `names` see `draw_grid`."""
     images = [to_pixels(frame) for frame in _chosen(frames)]
     save_animation([draw_grid(each, names[: len(each)]) for each in images], path)
 

@@ -37,9 +37,9 @@ def folder_name(settings: Mapping[str, Any]) -> str:
 
 
 class SampleFolder:
-    """A folder of samples with the same settings (plain values); `metadata` is recorded, too.
-    Raises ValueError if the folder has samples with unknown settings, or with other settings and
-    no `overwrite`."""
+    """A folder of samples that share `settings`, plain values; `metadata` is recorded, too. Raises
+    ValueError if the folder has samples with unknown settings, or with other settings unless
+    `overwrite` is True."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SampleFolder:
 
     @property
     def grid_path(self) -> Path:
-        """The file of the grid."""
+        """Path of the picture of the grid, beside the folder."""
         folder = self.path.resolve()
         return folder.with_name(f"{folder.name}_grid.png")
 
@@ -119,7 +119,8 @@ class SampleFolder:
     def _save_arrays(
         self, name: str, numbers: Sequence[int], rows: Any, labels: Tensor | None
     ) -> None:
-        """Merge the arrays of these images into the file `name`, sorted by number."""
+        """Merge `rows`, the images or latents with these numbers and labels, into the file `name`,
+        sorted by number."""
         arrays = {"arr_0": rows, "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()

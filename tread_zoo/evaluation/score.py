@@ -306,7 +306,7 @@ def extract(
 def _values(
     generated: FeatureSet, reference: FeatureSet, metrics: Iterable[Metric]
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the metrics' values and warnings; both empty except on the main process."""
+    """Return the values of metrics by name, and their warnings; both are empty except on rank 0."""
     values: dict[str, float] = {}
     notes: list[str] = []
     for metric in metrics if rank_and_number()[0] == 0 else ():
@@ -343,7 +343,7 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_clas
 
 
 def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str:
-    """Return why a metric is not defined for `count` images, or ""."""
+    """Return why a metric is not defined for `count` images of the set `name`, or ""."""
     parts, neighbors = (metric.options.get(field, 0) for field in ("num_parts", "num_neighbors"))
     least = max(metric.min_images, parts, neighbors + 1)
     if count < least:
