@@ -1,8 +1,9 @@
 """Figures of a comparison: SVG in the text colour of the page around it, and PNG.
 
-Each backbone has a colour, or each setting if there is one backbone. Dense settings are solid,
-routed ones dashed or hollow, dense ones of fewer blocks dotted or diamonds. SVG groups of colour i
-have the class `s<i>`; their titles are the numbers shown on hover.
+A setting is a group of runs that differ only in seed. Each backbone has a colour, or each setting
+if there is one backbone. Dense (unrouted) settings are solid, routed ones dashed or hollow, dense
+ones of fewer blocks dotted or diamonds. SVG groups of colour i have the class `s<i>`; their titles
+are the numbers shown on hover.
 """
 
 import io
@@ -48,14 +49,15 @@ THEME = (  # style of an SVG file
 
 
 class Axis(NamedTuple):
-    """A scale that cells of a table share. Positions are percentages of the cell's width."""
+    """The scale of plots in a table's cells. Positions are percentages of a cell's width."""
 
     low: float
     high: float
 
     @classmethod
     def over(cls, values: Sequence[Interval], mark: float) -> "Axis":
-        """Return an axis that spans the means, `mark` and narrow intervals, but not wide ones."""
+        """Return an axis that spans the means of `values`, `mark`, and all intervals but wide
+        ones."""
         inside = [v for v in (mark, *(one.mean for one in values)) if math.isfinite(v)] or [0.0]
         reach = (max(inside) - min(inside)) or abs(inside[0]) or 1.0
         ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
@@ -74,7 +76,7 @@ class Axis(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How a setting is drawn."""
+    """How the points and lines of a setting are drawn."""
 
     number: int  # index of the colour
     name: str  # what the colour stands for: the backbone, or the setting
@@ -147,7 +149,7 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
 
 
 def draw_ranking(settings: Sequence[Setting], metric: str) -> "Figure":
-    """Return a plot of a score with one row per setting, best on top: for settings of one cost.
+    """Return a plot of a score with one row per setting, best on top, for settings of equal cost.
     Small points are runs, a large one their mean, and a line is its interval."""
     scores = {s.label: s.runs[metric].dropna().tolist() for s in settings}
     means = {label: interval(values) for label, values in scores.items() if values}
@@ -175,8 +177,9 @@ def draw_lines(
     label: str,
     limits: tuple[float, float] | None = None,
 ) -> "Figure":
-    """Return a plot with one line per table, which has columns step, y, and low and high of a band.
-    With `limits` for the y axis the plot is small and has a line at 0."""
+    """Return a plot of named lines, each a look and a table with columns step, y, and low and high
+    of a band. `label` names the y axis. With `limits` of that axis, the plot is small, has a line
+    at 0, and `label` is its title."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, axes = _new_figure((3.4, 2.4) if limits else (5.8, 3.6))
@@ -283,7 +286,7 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
-    """Make an axis logarithmic if its values span a factor of three. Labels are plain numbers."""
+    """Make the axis `which`, x or y, logarithmic if its values span a factor of three."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)] or [1.0]

@@ -1,8 +1,8 @@
 """Results of runs as tables: settings, their scores, and what routing changes at equal budgets.
 
 A setting is a group of runs that differ only in seed. Differences are between runs of equal seeds,
-at the smallest budget that any of them spent. Runs that spent more are compared at that point of
-their curves, interpolated linearly.
+at the smallest budget (steps, FLOPs or seconds) that any of them spent. Runs that spent more are
+compared at that point of their curves, interpolated linearly.
 """
 
 import dataclasses
@@ -92,7 +92,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """A dense setting with its routed one and dense ones of fewer blocks; or a single setting."""
+    """Settings shown together: a dense one, its routed one and shallower dense ones; or just
+    one."""
 
     name: str
     lines: Sequence[Line]
@@ -115,8 +116,8 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     """Return the scores that all runs share under one protocol, and notes on the other scores.
     Distances come first, the held-out loss last.
 
-    Sampler, guidance and weights may differ: they are reported as settings. The held-out loss
-    depends only on the data and `held_out`.
+    Sampler, guidance and weights may differ: they are reported as settings. The held-out loss is
+    shared if the data and the protocol's `held_out` agree.
 
     Raises:
         ValueError: the runs share no score.
@@ -149,10 +150,10 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings in order of appearance.
+    """Return the settings, each the runs that differ only in their seed, in order of appearance.
 
-    A label says only values that most settings do not share. It leaves out options that its parts
-    do not have, such as an option of another routing method.
+    A setting's label shows only values that most settings do not share, and only options that its
+    own backbone, routing method and so on have.
     """
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # comparable for any type
@@ -180,7 +181,9 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
 
 
 def _is_unusual(runs: pd.DataFrame, distinct: pd.DataFrame, field: str) -> pd.Series:
-    """Return for each setting whether its label shows `field`: if most have another value."""
+    """Return for each setting, a row of `distinct`, whether its label shows `field`: if its
+    backbone, routing method and so on have that option, unless more than half of the settings that
+    have it share its value."""
     has_value, part = runs[field].notna().loc[distinct.index], field.rpartition(".")[0]
     if part in distinct:  # a part that takes the option, even if it is not set
         has_value = has_value.groupby(distinct[part]).transform("any")
@@ -188,7 +191,7 @@ def _is_unusual(runs: pd.DataFrame, distinct: pd.DataFrame, field: str) -> pd.Se
 
 
 def _label(name: str, run: pd.Series, fields: Sequence[str]) -> str:
-    """Return a name with the values of some settings of a run."""
+    """Return `name`, followed by a run's values of `fields`."""
     parts = (f"{f.rpartition('.')[2]} {_plain(run[f])}" for f in fields)
     return ", ".join([name, *parts])
 
@@ -237,7 +240,8 @@ def values_at_equal(
 def difference(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
 ) -> Interval | None:
-    """Return routed minus dense at an equal budget, over common seeds; None if not measured."""
+    """Return the score of `routed` minus that of `dense` at an equal budget (`axis`, as in
+    `values_at_equal`), over common seeds; None if it was not measured."""
     values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
     if values is None or not np.isfinite(values.astype(float)).all():
         return None
@@ -372,7 +376,8 @@ def ratios_to_dense(
 
 
 def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | None:
-    """Return the ratio in the first metric, or None if it cannot be computed."""
+    """Return the ratio of two settings' scores in the first of `metrics`, with the last one's
+    verdict if it differs; None if it cannot be computed."""
     logs = [_log_ratio(setting, dense, metric) for metric in metrics]
     if logs[0] is None:
         return None
@@ -393,7 +398,7 @@ def _log_ratio(setting: Setting, dense: Setting, metric: str) -> Interval | None
 def ratio_table(
     columns: Sequence[str], ratios: Mapping[str, Sequence[Ratio | None]], metric: str
 ) -> Table:
-    """Return `ratios_to_dense` as text, with verdicts."""
+    """Return the columns and rows of `ratios_to_dense` as a table of texts, with verdicts."""
     rows = [[name, *map(_ratio_text, row)] for name, row in ratios.items()]
     return [f"{metric_label(metric)} over dense [95 %]", *columns], rows
 

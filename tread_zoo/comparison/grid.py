@@ -106,7 +106,7 @@ def run_cells(
     devices: Sequence[str] = (),
     stream: TextIO | None = None,
 ) -> dict[str, str]:
-    """Run the cells that have no result yet, and return the reason for each failure by name.
+    """Run the cells without a result, and return the reason for each failure by the cell's name.
 
     Ctrl-C ends the processes, which save their state, and is raised again. If another process is
     still training a cell, wait for it: it may be saving because its comparison was killed.

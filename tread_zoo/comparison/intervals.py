@@ -2,8 +2,8 @@
 
     mean ± t s / sqrt(n)        t of n-1 degrees of freedom, two-sided 95 %; n = 3 has t = 4.3
 
-The sample is the training seeds. Average repeated scores of one seed first: a single pair of
-trainings settles nothing, however often it is scored.
+The n values have the standard deviation s, and are one per training seed. Average repeated scores
+of one seed first: a single pair of trainings settles nothing, however often it is scored.
 """
 
 import math
@@ -50,7 +50,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of two scores, such as a routed setting's to its dense setting's."""
+    """The ratio of two scores, such as one with routing over that of the same backbone without."""
 
     log: Interval  # the logarithm of the ratio
     dissent: str = ""  # the verdict of the second distance, if it differs
@@ -76,7 +76,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 def log_ratio(first: pd.Series, second: pd.Series, *, paired: bool) -> Interval:
     """Return the logarithm of the ratio of two positive scores, first over second, with its
-    interval; exp(±x) bounds the ratio itself.
+    interval; exp of its ends bounds the ratio itself.
 
     Args:
         first, second: scores indexed by training seed.

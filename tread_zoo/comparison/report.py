@@ -96,7 +96,7 @@ def write_report(
 def _comparable(
     runs: pd.DataFrame, failed: Mapping[str, str]
 ) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """Return the finished runs without duplicates, their common scores, and notes on the others."""
+    """Return the finished runs without duplicates, their common scores, and notes on the rest."""
     ended = runs[runs.ended]
     if not len(ended):
         raise ValueError("No run has been scored: there is nothing to compare.")
@@ -113,7 +113,8 @@ def _comparable(
 def _ratios(
     settings: Sequence[Setting], metrics: Sequence[str], main: str
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
-    """Return `ratios_to_dense` for the metric that decides and the next distance."""
+    """Return `ratios_to_dense` for the metric that decides, `main`, and the next distance; empty if
+    lower values of `main` are not better."""
     if findings.direction(main) != "lower":
         return [], {}
     others = [name for name in metrics if name != main and findings.is_distance(name)]
@@ -214,8 +215,9 @@ def _page(
 
 
 def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return the pictures of each setting's samples by label: (whole, first classes). They are from
-    the first common seed. Real images are added if a run has them."""
+    """Return, by label, two pictures of each setting's samples as data URLs: the whole grid, and
+    the first three. They are from the first seed that all settings have. Real images are added if a
+    run has them."""
     common = sorted(set.intersection(*(set(setting.runs.seed) for setting in settings)))[:1]
     pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:

@@ -141,8 +141,8 @@ def _is_number(text: str) -> bool:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the fields in which two runs differ, except the seed, `NAMED` and bookkeeping. Options
-    are compared among runs that share their part, such as the backbone."""
+    """Return the fields in which any two runs differ, except the seed, `NAMED` and bookkeeping. An
+    option such as `backbone.depth` is compared only among runs with the same `backbone`."""
     values: dict[str, dict[Any, set[str]]] = {}
     for run in settings:
         for field, value in run.items():
