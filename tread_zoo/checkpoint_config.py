@@ -14,7 +14,7 @@ from tread_zoo.fields import OPTIONS, RARE, Device, Fraction
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class CheckpointConfig:
-    """What every script on a trained network takes.
+    """Settings of every script that uses a trained network.
 
     Args:
         plugins: modules that register parts; all that the checkpoint needs must be loaded.

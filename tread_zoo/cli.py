@@ -3,8 +3,9 @@
     @command("train", RunConfig)
     def main(settings): train(**settings)
 
-`tread_zoo.config` completes and checks them. A field that chooses a part is a hydra group
-(`tread_zoo.groups`). A user's error is one line; HYDRA_FULL_ERROR=1 shows the traceback.
+`tread_zoo.config` completes and checks them. A field that chooses a registered part, such as the
+backbone, is a hydra group (`tread_zoo.groups`). A user's error is one line; HYDRA_FULL_ERROR=1
+shows the traceback.
 """
 
 import functools
@@ -96,7 +97,7 @@ def command(
 def compose_settings(
     name: str, overrides: Sequence[str], config: type = RunConfig
 ) -> dict[str, Any]:
-    """Return the settings that overrides set for a script, for use from Python; see `command`."""
+    """Return the settings that `overrides` set for script `name`, from Python; see `command`."""
     with plain_errors(name, config):
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -119,7 +120,7 @@ def plugins_among(words: Sequence[str]) -> Any:
 
 
 def presets(name: str, config: type) -> dict[str, list[str]]:
-    """Return the choices of a script's groups that are folders of files."""
+    """Return the names of a script's preset files by group, which is a folder of `CONFIGS`."""
     groups = [*PRESETS.get(name, {}), *(["routing"] if config is RunConfig else [])]
     return {group: [path.stem for path in (CONFIGS / group).glob("*.yaml")] for group in groups}
 
@@ -134,7 +135,7 @@ def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
 
 
 def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of nested `values` whose keys are in `fields`."""
+    """Return the entries of nested `values` that are set in `fields`, a mapping nested likewise."""
     return {
         field: _entries_in(values[field], inner) if isinstance(inner, Mapping) else values[field]
         for field, inner in fields.items()
@@ -218,8 +219,8 @@ def errors_in_one_line(
 
 
 def _nobody_reads() -> bool:
-    """Return whether the reader of the standard output is gone; the output is then discarded. Else
-    this prints an empty line: the pipe that broke was another one."""
+    """Return whether the reader of the standard output is gone; the output is then discarded. If it
+    is not, an empty line is printed: the pipe that broke was another one."""
     try:
         print(flush=True)
     except BrokenPipeError:

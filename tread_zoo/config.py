@@ -47,8 +47,9 @@ LONGEST_NAME = 150  # bytes of a file name; file systems take 255
 
 
 def part_type(name: str) -> Any:
-    """Return the type of a field that chooses a part: its name, or a mapping with `name` and
-    options. Without a name in the mapping, the part `name` is meant."""
+    """Return the type of a field that chooses a registered part, such as a sampler: the part's
+    name, or a mapping of its options with its name under "name". A mapping without "name" means the
+    part called by the argument `name`."""
 
     def with_name(part: Any) -> Any:
         part = {"name": part} if isinstance(part, str) else part
@@ -148,7 +149,7 @@ class EvaluationConfig:
 
     Args:
         num_images: number of samples to score.
-        labels: labels of samples: even, i mod num_classes for image i, or random, from the seed.
+        labels: labels of samples: even, i mod num_classes for image i; random, drawn from the seed.
         extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), a file of
             tread-zoo make-features, or a .pt2 file of torch.export; auto is digits-cnn-64 for
             digits, else inception-v3-compat.
@@ -185,7 +186,7 @@ def _sampled(part: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class SamplingGrid:
-    """The steps of a sampler from noise to data, whatever its rule.
+    """Options that every sampler has: its steps from noise to data.
 
     Args:
         num_steps: number of steps; auto: the sampler's default.
@@ -210,14 +211,16 @@ GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
 
 
 def default_part(kind: str, name: str) -> dict[str, Any]:
-    """Return `{"name": …, option: default, …}` of a part; a required option has "???"."""
+    """Return the name and default options of a registered part: `{"name": …, option: default, …}`.
+    A required option has "???"."""
     entry = get_entry(kind, name)
     grid = default_fields(SamplingGrid) if kind == "sampler" else {}
     return {"name": entry.name, **grid, **entry.options()}
 
 
 def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`, checked."""
+    """Return the name and all options of a sampler, given by name or as a mapping, checked:
+    `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`."""
     name, options = split("sampler", part)
     entry = get_entry("sampler", name)
     if taken := entry.parameters().keys() & set(GRID_FIELDS):
@@ -263,8 +266,8 @@ class RunConfig:
         resume_changed: continue although backbone, routing, objective, data, alignment or seed
             differ.
         overwrite: move an earlier run in `run_dir` aside.
-        kernels: form of an operation, as in {selective_scan: torch}, which tread-zoo doctor lists;
-            operations that are not named choose by themselves.
+        kernels: which implementation (form) of an operation to use, as in {selective_scan: torch};
+            tread-zoo doctor lists them. Operations that are not named choose by themselves.
     """
 
     plugins: Annotated[tuple[str, ...], BOOKKEEPING] = ()
@@ -295,7 +298,7 @@ class RunConfig:
         return without_credentials(plain)
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
-        """Return settings that change what runs compute: {field: (this value, the other's)}."""
+        """Return the differences in what runs compute: {field: (this value, the other's)}."""
         pairs, bookkeeping = differences(self.as_dict(), other.as_dict()), bookkeeping_fields()
         return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & bookkeeping}
 
@@ -391,7 +394,7 @@ def auto_warmup_steps(num_steps: int) -> int:
 
 
 def _auto_run_dir(config: RunConfig) -> str:
-    """Return `runs/<parts>_<settings that are not defaults>_seed<n>`, without `BOOKKEEPING`."""
+    """Return `runs/<names>_<settings that are not defaults>_seed<n>`, without bookkeeping ones."""
     names = [config.data["name"], config.backbone["name"], config.routing["name"]]
     names += [config.objective["name"], config.alignment["name"]]
     names = names[:-1] if names[-1] == "none" else names

@@ -1,4 +1,4 @@
-"""The page of tread-zoo demo: pictures come out of the noise, and what routing keeps."""
+"""The page of tread-zoo demo: how a network samples images, and which tokens routing keeps."""
 
 import os
 import queue
@@ -29,8 +29,8 @@ jumps where it is red. This network: """
 
 
 def build_page(run: Restored, codec: Codec, text_encoder: str | None = None) -> Any:
-    """Return the page of a network, as gradio's Blocks. Raises ValueError if gradio is missing or
-    if latents cannot be decoded."""
+    """Return the page of a network as gradio's Blocks; `codec` turns its samples into images.
+    Raises ValueError if gradio is missing or if latents cannot be decoded."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # no request leaves this machine
     try:
         import gradio as gr
@@ -90,8 +90,8 @@ def draw(
     run: Restored, codec: Codec, encoder: TextEncoder | None,
     condition: str, count: int, scale: float, steps: int, seed: int,
 ) -> Iterator[Image.Image]:  # fmt: skip
-    """Yield the picture as it comes out of the noise, drawn in a thread. For errors see
-    `Restored.sampling`."""
+    """Yield a grid of `count` images while a thread samples them. `condition` is a class's name, a
+    prompt or `EACH`; a `scale` of 1 is no guidance. For errors see `Restored.sampling`."""
     network, indices, names = run.backbone, range(count), class_names(run)
     guidance = {"name": "none"} if scale == 1 else {"name": "cfg", "scale": float(scale)}
     labels, titles = default_labels(indices, network.num_classes), list[str]()
@@ -124,7 +124,8 @@ def draw(
 
 
 def draw_route(selector: str, rate: float, order: str, side: int, image: int) -> Image.Image:
-    """Return a picture of the tokens that a selector keeps, and of the walk over them."""
+    """Return a picture of the tokens that a selector keeps on a square grid, and of a scan's walk
+    over them in an `order` of `ORDERS`. `image` is a number for the random choice."""
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
@@ -143,7 +144,7 @@ def draw_route(selector: str, rate: float, order: str, side: int, image: int) ->
 
 
 def draw_worth(run: Restored) -> Image.Image:
-    """Return a picture of how much the loss rises without each block."""
+    """Return a picture of how much the loss on sampled images rises without each block."""
     sampling = run.sampling({}, {})
     record = own_contributions(run.backbone, run.objective, sampling, precision=run.precision)
     return draw_loss_rises(record)

@@ -71,7 +71,7 @@ def describe_packages(device: torch.device) -> list[str]:
 def routes_of(
     network: Backbone, num_images: int, device: torch.device | str = "cpu"
 ) -> Sequence[Crossing]:
-    """Return routes as one training step of routing=tread draws them."""
+    """Return routes for `num_images` images, as one training step of routing=tread chooses them."""
     images = make_image_generator("doctor", images=range(num_images), device=device)
     routes: Sequence[Crossing] = create("routing", "tread").draw(
         Stack.of(network), images, Step(0, 1, 0)
@@ -80,8 +80,8 @@ def routes_of(
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
-    """Return a line per form that is usable on `device`, with its relative errors in precision=auto
-    against the naive form in float64, and whether they are small."""
+    """Return a line per usable implementation (form) of an operation, with its relative errors in
+    precision=auto against the naive form in float64, and whether they are small."""
     checks, dtype = [], DTYPES[resolve_precision("auto", device)]
     for op in get_forms():
         for name in list_forms(op):
@@ -97,8 +97,8 @@ def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
 
 
 def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple[str, bool]]:
-    """Return a line per small backbone, and whether a routed step on `device` gives finite
-    gradients."""
+    """Return a line per backbone that matches `pattern`, and whether its routed step on `device`
+    gives finite gradients."""
     checks = []
     for name in _sizes(pattern):
         network = create_backbone(name, input_size=8, in_channels=1, num_classes=10).to(device)

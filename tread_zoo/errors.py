@@ -106,8 +106,8 @@ def unknown_field(
         group: dotted; "" at the top.
         field: the name that was given.
         known: the group's fields.
-        tree: all groups with their fields, as nested mappings, for a field of another group or a
-            usual option there.
+        tree: all groups with their fields, as nested mappings; with it, the nearest name may be of
+            another group.
     """
     names, prefix = sorted(known), f"{group}." if group else ""
     paths = [prefix + name for name in names]
@@ -120,8 +120,8 @@ def unknown_field(
 
 
 def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
-    """Return the dotted names that `field` may mean: our name for a usual one; up to two fields of
-    the same name in other groups; or the most similar name, preferably of its own group."""
+    """Return the dotted names that `field` may mean: our name for another project's; up to two
+    fields of that name in other groups; or the most similar name, preferably of its own group."""
     usual = USUAL_NAMES.get(field, "")
     for each in usual.split():
         if each.partition(".")[0] in paths:

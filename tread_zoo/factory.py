@@ -81,8 +81,8 @@ def build_backbone(described: Mapping[str, Any]) -> Backbone:
 
 
 def at_size(backbone: Backbone, height: int, width: int) -> Backbone:
-    """Return a network with the same weights for inputs of another size; the network itself for its
-    own size. What a position means is computed from the grid, so nothing is interpolated.
+    """Return a network with the same weights for inputs of `height` x `width`; `backbone` itself if
+    that is its size. What a position means is computed from the grid, so nothing is interpolated.
 
     Raises:
         ValueError: weights belong to single positions, such as learned ones; or the size is not

@@ -1,5 +1,5 @@
-"""Hydra's view of a script's fields: a field that chooses a part is a group, and any name is an
-option of it. The registry checks names later, so composing imports no part or plug-in.
+"""Hydra's view of a script's fields: a field that chooses a registered part is a group, and any
+name is a choice of it. The registry checks names later, so composing imports no part or plug-in.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def store_fields(
 
 
 class RegistrySource(ConfigSource):
-    """Hydra's source of registered names: each is an option of the groups that its path lists."""
+    """Hydra's source of registered names, the choices in the groups that its path lists."""
 
     whole: Sequence[str] = ()  # groups whose options are shown with their defaults
 
@@ -84,7 +84,7 @@ class RegistrySource(ConfigSource):
 
 
 class RegistrySearchPath(SearchPathPlugin):
-    """The search path, with `RegistrySource` after all files, even those of --config-dir."""
+    """Hydra's search path, with `RegistrySource` after all files, even those of --config-dir."""
 
     groups: Sequence[str] = ()
 

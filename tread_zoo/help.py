@@ -44,7 +44,7 @@ def describe(
         doc: docstring of the script.
         config: class of its settings.
         words: words of the command line.
-        presets: choices of the groups that are folders of files.
+        presets: names of preset files, by group.
         prefix: prefix of the settings' names.
     """
     parts = [field for field in default_fields(config) if field in PART_FIELDS]
@@ -105,8 +105,8 @@ def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
 
 
 def group(kind: str, pattern: str = "*") -> str:
-    """Return the names of a kind that match a shell pattern, grouped by class, each with the
-    class's first line."""
+    """Return the names registered for a kind that match a shell pattern, grouped by class, each
+    group with its class's first line."""
     by_target: dict[Any, list[str]] = {}
     for name in available(kind, pattern):
         by_target.setdefault(get_entry(kind, name).target, []).append(name)

@@ -96,7 +96,7 @@ def write_model_folder(
 
 
 def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
-    """Return the scores of a run whose protocol has the entries `scored`."""
+    """Return the records of a run's scores whose protocols have the entries `scored`."""
     files = sorted(run.glob("score*.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     records = [each for each in records if scored.items() <= each["protocol"].items()]

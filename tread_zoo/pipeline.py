@@ -37,7 +37,7 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """A backbone as a component of a pipeline, built from `describe_backbone` or given."""
+    """A backbone as a component of a pipeline: `network`, or a new one, built as `described`."""
 
     ignore_for_config = ["network"]  # noqa: RUF012
 
@@ -187,7 +187,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _encode(self, prompt: str | Sequence[str], num_images: int) -> Tensor:
-        """Return the contexts [B, T, S] of prompts, a single one for each of `num_images`."""
+        """Return contexts [B, T, S] of prompts; a single one is repeated for `num_images`."""
         if self.text_encoder is None:
             raise ValueError(f"prompt={prompt!r}, but this pipeline has no text_encoder.")
         encoder = TextEncoder(self.text_encoder, self.tokenizer, "text_encoder")

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_process_group(device: torch.device) -> None:
-    """Prepare for accelerate, which connects the processes: a `device` with an index becomes the
-    current one."""
+    """Prepare for accelerate, which connects the processes: make a `device` with an index the
+    current one, and translate SLURM's variables."""
     atexit.unregister(_close)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -228,7 +228,7 @@ def register(
 
 
 def create(kind: str, part: str | Mapping[str, Any], **options: Any) -> Any:
-    """Return a part by name.
+    """Return a registered part, such as a sampler, by name.
 
     Args:
         kind: one of `KINDS`; for backbones see `tread_zoo.create_backbone`.
@@ -314,8 +314,9 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Return the modules, other than ours, that registered some parts (kind, {"name": …, options}),
-    or the parts (kind, name) that the class of such a part lists in `used_parts(options)`."""
+    """Return the modules, other than ours, that registered `parts`, given as (kind, {"name": …,
+    options}), or what those use: the (kind, name) that their class lists in
+    `used_parts(options)`."""
     modules = set()
     for kind, part in parts:
         target = get_entry(kind, part["name"]).target
@@ -326,7 +327,7 @@ def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def check_plugins(modules: Iterable[str], where: str) -> None:
-    """Raise `ValueError` unless the plug-ins that a file names are loaded; files import nothing."""
+    """Raise a `ValueError` unless the plug-ins that the file `where` names are already imported."""
     _load("backbone")
     missing = [module for module in modules if module not in sys.modules]
     if missing:

@@ -119,7 +119,7 @@ def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
 
 
 def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
-    """Return the counters int64 [B] of the numbered images."""
+    """Return SplitMix64's counters int64 [B] of the numbered images."""
     if isinstance(images, range):
         numbers = torch.arange(images.start, images.stop, images.step, device=device)
     else:

@@ -46,7 +46,7 @@ class Cell:
 def expand(
     grids: Sequence[Mapping[str, Sequence[str]]], fixed: Sequence[str] = ()
 ) -> list[tuple[dict[str, str], list[str]]]:
-    """Return (choices, overrides) of every combination of the swept values, each once.
+    """Return (swept value by field, all overrides) for each combination of swept values, once.
 
     All settings run with their first seed before any runs with a second, so that a comparison that
     is stopped early has results for each.

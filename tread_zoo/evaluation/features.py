@@ -175,8 +175,8 @@ _DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DI
 
 
 def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
-    """Write a classifier's weights, its sizes and `about`, a text on its training, to a safetensors
-    file, atomically."""
+    """Write a classifier's weights, sizes and the text `about` to a safetensors file,
+    atomically."""
     from safetensors.torch import save
 
     channels, *image_size = network.shape

@@ -152,8 +152,7 @@ def _open_npz(file: Path, field: str) -> Images:
 
 
 def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
-    """Return labels int64 [count]. Raises ValueError unless they are class numbers 0, 1, …; the
-    error names the array by `where`."""
+    """Return labels int64 [count]. Raises ValueError unless `where` has class numbers 0, 1, …."""
     labels, names = read_labels(values, where)
     if names or len(labels) != count or int(labels.min()) < 0:
         raise ValueError(

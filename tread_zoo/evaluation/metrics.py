@@ -3,9 +3,8 @@
     @register("metric", "mean_gap", better="lower")
     def mean_gap(generated, real): ...                 # features [N, D], [M, D] -> float
 
-A metric returns a float, or several by name. Its options are its keyword-only parameters. The
-argument `real` may be left out. `RuntimeWarning`s of a metric are recorded with its score.
-Metadata:
+A metric returns a float, or several by name. Its options are its keyword-only parameters. It need
+not have the argument `real`. Its `RuntimeWarning`s are recorded with the score. Metadata:
 
     better        "lower" or "higher"
     features      which features it takes: pooled (the default), spatial or logits

@@ -119,8 +119,7 @@ class SampleFolder:
     def _save_arrays(
         self, name: str, numbers: Sequence[int], rows: Any, labels: Tensor | None
     ) -> None:
-        """Merge `rows`, the images or latents with these numbers and labels, into the file `name`,
-        sorted by number."""
+        """Merge these samples, `rows` of images or latents, into the file `name`, by number."""
         arrays = {"arr_0": rows, "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()

@@ -136,8 +136,7 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
 def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[str]:
     """Return the names of the parameters without weight decay. They have the attribute
     `_no_weight_decay`, as in fla and mamba. If only matrices are decayed, biases, other vectors and
-    embeddings are among them; embeddings are the parameters of `nn.Embedding` and of the backbone
-    itself."""
+    embeddings (parameters of `nn.Embedding` or the backbone itself) are among them."""
     spared = set()
     for path, module in backbone.named_modules():
         embeds = module is backbone or isinstance(module, nn.Embedding)

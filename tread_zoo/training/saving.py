@@ -48,7 +48,7 @@ def save_state(state: TrainState, folder: Path) -> None:
 
 
 def save_snapshot(state: TrainState, folder: Path) -> None:
-    """Save a snapshot of the averages from which weights of other widths are computed."""
+    """Save the averages of `TRACKED_WIDTHS`, from which those of other widths are computed."""
     with timed(state, "saving"):
         parts = _gather(state, {k: v for k, v in state.averages.items() if k in TRACKED_WIDTHS})
         if state.accelerator.is_main_process:
