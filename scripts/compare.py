@@ -102,7 +102,7 @@ def hang_up(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def compare(words: Sequence[str]) -> int:
-    """Run the cells that are missing, write the report, and return 1 if a cell failed."""
+    """Run the cells without a result, write the report, and return 1 if a cell failed, else 0."""
     check_words(words, RunConfig)
     settings = read_settings([word for word in words if word.startswith(PREFIX)])
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
@@ -142,7 +142,7 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comparison.Cell]":
-    """Return the cells, checked: training of every combination, or scoring of each of `runs`."""
+    """Return the cells, checked: each trains one run or, if `runs` is set, scores one."""
     from tread_zoo import comparison
 
     out, scored = Path(settings["out"]), bool(settings["runs"])
@@ -172,7 +172,7 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comp
 
 
 def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
-    """Return the table of cells that have ended. Raises ValueError if there is none."""
+    """Return a row per ended cell, as `read_runs` does. Raises ValueError if there is none."""
     from tread_zoo import comparison
 
     if not cells:
@@ -216,7 +216,7 @@ def split_sweeps(
 
 
 def visible_devices() -> list[str]:
-    """Return the CUDA devices that cells may share out."""
+    """Return the CUDA devices that cells share, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Show a trained network in a browser: pictures come out of the noise, and what routing keeps.
+"""Show a trained network in a browser: how it samples images, and which tokens routing keeps.
 
 tread-zoo demo                                   # a small network that comes with the package
 tread-zoo demo checkpoint=runs/mine port=7861

@@ -181,7 +181,7 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
 def _names(
     run: "Restored", config: SampleConfig, indices: range, labels: "Tensor | None"
 ) -> list[str]:
-    """Return the class or prompt of each image; none if there are neither."""
+    """Return the class or prompt of each image; empty if there are neither."""
     if labels is not None:
         known = run.class_names
         return [known[label] if known else str(label) for label in labels.tolist()]
@@ -192,8 +192,8 @@ def _names(
 def _open_folder(
     run: "Restored", codec: "Codec", config: SampleConfig, record: dict[str, Any]
 ) -> "SampleFolder":
-    """Return the folder of the images: `out`, or a folder in the run's that is named by these
-    settings."""
+    """Return the folder of the images: `out`, or one in the run's folder, named by a digest of the
+    settings, which include `record` (from `sampling_record`)."""
     from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
 
     cost = {name: record[name] for name in ("nfe", "flops_per_image")}
@@ -270,14 +270,15 @@ def _label(run: "Restored", label: int | str) -> int:
 
 
 def _guidance(run: "Restored", config: SampleConfig) -> dict[str, Any]:
-    """Return the guidance's settings: prompts are guided, unless another one is named."""
+    """Return the guidance: for a prompt `cfg`, if neither run nor command has one and training left
+    labels out; else the command's."""
     dropout = run.config.get("training", {}).get("label_dropout", 0.0)
     unguided = run.config["guidance"]["name"] == "none" and not config.guidance
     return {"name": "cfg"} if config.prompt and unguided and dropout else config.guidance
 
 
 def _conditions(run: "Restored", config: SampleConfig, indices: range) -> "Tensor | None":
-    """Return the labels; or the contexts of prompts, of a file, or of the training data."""
+    """Return the images' labels, or contexts from prompts, a file or the data; None for neither."""
     import torch
 
     from tread_zoo.diffusion import default_labels
