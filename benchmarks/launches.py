@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def within(self, part: str, function: Callable) -> Callable:
-        """Return a function whose launches belong to a part, unless inner ones have their own."""
+        """Return `function`, its launches counted for `part` unless inner ones have their own."""
 
         def counted(*args, **kwargs):
             outer, self.part = self.part, part
@@ -72,7 +72,7 @@ class Launches(TorchDispatchMode):
 
 
 def count_step(overrides: list[str]) -> Launches:
-    """Return the launches of the second step of a run with overrides of scripts/train.py."""
+    """Return the launches in the second step of a run, given overrides of scripts/train.py."""
     config = make_config(**compose_settings("train", ["device=cpu", *overrides]))
     setup = build_setup(config)
     device, precision = torch.device("cpu"), config.training.precision

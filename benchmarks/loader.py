@@ -58,8 +58,8 @@ def training_step(args: argparse.Namespace, backbone: torch.nn.Module):
 
 
 def measure(dataset, train, workers: int, args: argparse.Namespace) -> tuple[float, float, float]:
-    """Return medians of images per second, of processor time per image in microseconds, and of the
-    loader's speed over training's."""
+    """Return three medians: images per second of the loader, its processor time per image in
+    microseconds, and its speed over that of `train`, which does a training step."""
     ahead = 2 * workers  # batches read in advance, so not counted
     batches = StepBatches(
         dataset,

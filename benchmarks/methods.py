@@ -86,7 +86,7 @@ def make_sampling(overrides: list[str]) -> tuple[Callable[[], None], float]:
 
 
 def report(seconds: list[dict[str, float]], flops: Mapping[str, float]) -> None:
-    """Print time and FLOPs of each step, and their ratios to the first step."""
+    """Print time and FLOPs of a step for each set of overrides, and ratios to the first set."""
     first = next(iter(flops))
     titles = ("step", "ms", "MFLOPs an image", f"FLOPs / {first}", f"time / {first}")
     print(f"{titles[0]:24} {titles[1]:>9} {titles[2]:>16} {titles[3]:>15} {titles[4]:>15}", end="")

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[list[Any]]:
-    """Yield arguments for calls, shaped as the networks give them; their values do not matter."""
+    """Yield arguments for calls of `op`, shaped as in networks; values do not matter."""
     for dtype in (getattr(torch, name) for name in dtypes):
         if op == "bidirectional_wkv":
             for positions in (None, torch.arange(19).expand(2, -1).contiguous()):
@@ -96,7 +96,7 @@ def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[list[Any]]:
 
 
 def differentiate(run: Any, args: list[Any]) -> None:
-    """Run forward and backward."""
+    """Call `run` with `args`, and compute the gradient of the sum of its output."""
     for x in args:
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Time every form of the operations, forward and backward, with its error and memory.
+"""Time every implementation (form) of the operations, forward and backward, with error and memory.
 
 python benchmarks/operations.py
 python benchmarks/operations.py --ops ssd --lengths 256 1024 --rounds 15
@@ -79,7 +79,8 @@ def parse() -> argparse.Namespace:
 
 
 def make_case(op: str, length: int, rate: float, batch: int, args: argparse.Namespace) -> list[Any]:
-    """Return the arguments of a call; without a route these have no segments, positions or gaps."""
+    """Return arguments of `op` for `batch` sequences, of which a route drops the fraction `rate`;
+    at rate 0 they have no segments, positions or gaps."""
     tokens, heads = length - int(length * rate), max(1, args.width // args.head_size)
     dtype = getattr(torch, args.dtype)
     case = get_example(op, args.device, dtype, (batch, tokens, heads, args.head_size))
@@ -93,7 +94,7 @@ def is_float(x: Any) -> bool:
 
 
 def why_not(op: str, name: str, case: Sequence[Any]) -> str | None:
-    """Return why a form is not measured, or None."""
+    """Return why the form `name` of `op` is not measured on the arguments `case`, or None."""
     x, form = case[0], get_implementation(op, name)
     pairs = {"attention": x.shape[0] * x.shape[1], "bidirectional_wkv": x.shape[0] * x.shape[-1]}
     if name == NAIVE and pairs.get(op, 0) * x.shape[-2] ** 2 * x.element_size() > LARGEST:
@@ -103,7 +104,7 @@ def why_not(op: str, name: str, case: Sequence[Any]) -> str | None:
 
 
 def measure(op: str, length: int, rate: float, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield a table row for each form of the operation, the naive one first."""
+    """Yield a table row per form of `op` at this length and rate, the naive form first."""
     case, one = (make_case(op, length, rate, batch, args) for batch in (args.batch, 1))
     names = [n for n in list_forms(op) if n != NAIVE and (not args.forms or n in args.forms)]
     reasons = {name: why_not(op, name, case) for name in (NAIVE, *names)}
@@ -156,7 +157,7 @@ def time_forms(
 
 
 def memory_of(run: Callable[..., Tensor], case: Sequence[Any]) -> list[str]:
-    """Return the MiB that autograd keeps, each storage once, and the peak ("" without CUDA)."""
+    """Return two texts: the MiB that autograd keeps, and the peak MiB ("" without CUDA)."""
     inputs = [x.detach().requires_grad_() if is_float(x) else x for x in case]
     saved: dict[int, int] = {}
 

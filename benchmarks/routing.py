@@ -89,7 +89,7 @@ def measure(
     flops_ratio: float,
     args: argparse.Namespace,
 ) -> list[str]:
-    """Return the cells of a row, except the first two."""
+    """Return the cells of a row after backbone and tokens: times, their ratio, FLOPs and memory."""
     alone = args.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     seconds = take_turns(steps, args.rounds, args.device, clock)

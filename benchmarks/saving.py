@@ -6,7 +6,7 @@ python benchmarks/saving.py dit_l_2 --rounds 3 --folder /where/runs/are
 What is saved is a training state of 16 bytes per parameter: weights, averages and AdamW's moments.
 `ours` writes, hashes and syncs it, and the run waits. `async_save` of torch.distributed.checkpoint
 copies it, and the run goes on (`copied`) while a thread writes it without checksums (`written`).
-The copy takes 16 bytes per parameter. Both take turns.
+The copy takes 16 bytes per parameter. Both ways take turns.
 """
 
 import shutil
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def save_in_turns(parts: dict[str, dict[str, torch.Tensor]], folder: Path) -> dict[str, float]:
-    """Return the seconds of `ours`, `copied` and `written`; see the module's docstring."""
+    """Save `parts` in both ways, and return the seconds of `ours`, `copied` and `written`."""
     seconds, began = {}, time.perf_counter()
     save_checkpoint(folder, parts, {"step": 1}, 1)
     seconds["ours"] = time.perf_counter() - began

@@ -33,7 +33,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Backbone]:
-    """Return the command line with a resolved precision, and the network on its device."""
+    """Return the parsed arguments, with a resolved precision, and the network on its device."""
     args = parser.parse_args()
     args.precision = resolve_precision(args.precision, args.device)
     backbone = make_network(args, args.input_size)
@@ -67,7 +67,7 @@ def take_turns(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, float]]:
-    """Return the seconds of each step in each round, after two that are not counted."""
+    """Return the seconds of each step by name for each round, after two that are not counted."""
     seconds = []
     for _ in range(rounds + 2):
         seconds.append({})
