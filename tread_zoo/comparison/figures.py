@@ -86,7 +86,7 @@ class Look(NamedTuple):
     fill: str = "none"  # fill colour of the marker
 
     def options(self, title: str = "", **options: Any) -> dict[str, Any]:
-        """Return options of matplotlib's `plot`. `as_svg` turns the gid into class and title."""
+        """Return options of matplotlib's `plot` for this look; `as_svg` shows `title` on hover."""
         style = {"color": self.colour, "marker": self.marker, "mfc": self.fill, "ls": self.dash}
         return {**style, "gid": f"|s{self.number}|{title}", **options}
 
@@ -252,8 +252,8 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> None:
-    """Write the name of each colour near its last point, with a line to the point: at the nearest
-    position that covers no other name and the fewest points."""
+    """Write the name of each colour near its last point, with a line to the point. Of the positions
+    in `OFFSETS`, the one that covers fewest names and points is taken."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # now positions are known

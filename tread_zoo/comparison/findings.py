@@ -240,8 +240,8 @@ def values_at_equal(
 def difference(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
 ) -> Interval | None:
-    """Return the score of `routed` minus that of `dense` at an equal budget (`axis`, as in
-    `values_at_equal`), over common seeds; None if it was not measured."""
+    """Return the interval of the score of `routed` minus that of `dense` at an equal budget
+    (`axis`, as in `values_at_equal`), over common seeds; None if it was not measured."""
     values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
     if values is None or not np.isfinite(values.astype(float)).all():
         return None
@@ -254,7 +254,7 @@ def difference(
 
 def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return a table of step, y (mean), low and high (extremes over seeds) for each step that all
-    runs of a setting measured. Scores take precedence over the log."""
+    runs of a setting measured. Values in scores.jsonl are taken rather than those in the log."""
     points = curves[(curves.metric == metric) & curves.folder.isin(setting.runs.folder)]
     by_step = points[points.source == points.source.max()].groupby("step").value
     rows = by_step.agg(y="mean", low="min", high="max", n="count").reset_index()
@@ -264,8 +264,8 @@ def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
 def differences_on_the_way(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str
 ) -> pd.DataFrame:
-    """Return routed minus dense at each scored step, over common seeds: a table of step, y (mean),
-    low, high and interval."""
+    """Return the difference in `metric`, routed minus dense, at each scored step, over common
+    seeds: a table of step, y (mean), low, high and interval."""
     scored = curves[(curves.source == "score") & (curves.metric == metric)]
     table = scored.pivot_table(index="step", columns="folder", values="value")
     first, second = (
@@ -387,7 +387,7 @@ def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | 
 
 
 def _log_ratio(setting: Setting, dense: Setting, metric: str) -> Interval | None:
-    """Return the log of the ratio of two settings' scores, or None if one is not positive."""
+    """Return the log of the ratio of two settings' scores; None without positive common scores."""
     scores = [s.runs.set_index("seed")[metric].astype(float) for s in (setting, dense)]
     paired = setting.choices.get(DEPTH) == dense.choices.get(DEPTH)  # equal initial weights
     common = len(scores[0].index.intersection(scores[1].index)) or not paired
@@ -412,8 +412,8 @@ def _ratio_text(ratio: Ratio | None) -> str:
 
 
 def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:
-    """Return a line per setting: mean and 95 % interval over seeds of the score, and of routed
-    minus dense at each budget, with a verdict."""
+    """Return a line per setting: its score and, at each budget, the difference routed minus dense
+    with a verdict. Both are given as a mean and its 95 % interval over seeds."""
     better = direction(metric) or "lower"
     table = []
     for line, name in ((line, row.name) for row in rows for line in row.lines):

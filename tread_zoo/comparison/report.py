@@ -45,7 +45,7 @@ def write_report(
         title: the first line.
         command: the command that made the runs, or "".
         metric: the score that decides; None: the first distance that all runs have.
-        failed: reasons of failures by name, for the notes.
+        failed: reasons of failures by name of the cell, for the notes.
 
     Raises:
         ValueError: no run was scored, or the runs share no score.
@@ -136,9 +136,10 @@ def _figures(
     *,
     by_sample: bool,
 ) -> "dict[str, Figure]":
-    """Return the figures by name: routed minus dense during training for each pair, the `plane` of
-    precision and recall, `quality` against cost (or a `ranking` if all cost the same), and curves
-    of metrics that all runs scored during training. The first of `metrics` decides."""
+    """Return the figures by name: for each pair the difference, routed minus dense, during
+    training; the `plane` of precision and recall; `quality` against cost (or a `ranking` if all
+    cost the same); and curves of metrics that all runs scored during training. The first of
+    `metrics` decides."""
     figures: dict[str, Figure] = {}
     style, main = draw.looks(settings), metrics[0]
     pairs = {}
@@ -215,9 +216,9 @@ def _page(
 
 
 def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return, by label, two pictures of each setting's samples as data URLs: the whole grid, and
-    the first three. They are from the first seed that all settings have. Real images are added if a
-    run has them."""
+    """Return, by label, two pictures of each setting's samples as data URLs: the grid, and its
+    first three images. Samples are from the first seed that all settings have. Real images are
+    added if a run has them."""
     common = sorted(set.intersection(*(set(setting.runs.seed) for setting in settings)))[:1]
     pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:
