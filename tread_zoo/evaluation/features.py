@@ -54,7 +54,7 @@ Network = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Extractor:
-    """The description of an extractor; `load` returns its network."""
+    """The description of a feature extractor; `load` returns its network."""
 
     name: str  # its name in settings
     file: Path  # file of the weights
@@ -271,8 +271,8 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
 
 
 def _hub_file(path: str | None, url: str, field: str) -> Path:
-    """Return the file of weights: `path`, or a file named as in `url` in the folder `path` or, if
-    None, in torch's hub folder. The error for a missing file names the setting `field`."""
+    """Return the file of weights: `path`, or the file named at the end of `url` in the folder
+    `path` (None: torch's hub folder). If it is missing, the error names the setting `field`."""
     name = url.rpartition("/")[2]
     file = Path(path).expanduser() if path else Path(torch.hub.get_dir(), "checkpoints", name)
     file = file / name if file.is_dir() else file

@@ -97,5 +97,5 @@ def held_out_record(
 
 def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, ...]:
     """Return `count` items of a data set as stored [n, …], with labels [n] or contexts [n, T, S].
-    They are evenly spaced, because the first items of a sorted data set have few classes."""
+    The items are evenly spaced, because the first of a sorted data set have few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

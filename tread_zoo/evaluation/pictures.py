@@ -125,7 +125,7 @@ def plot_losses(
     rows: Sequence[dict[str, float]], path: Path, names: Sequence[str] = ("loss", "held_out_loss")
 ) -> None:
     """Plot each named value in lines of metrics.jsonl against `step`, side by side. The title is
-    the folder of `path`; its suffix sets the format."""
+    the name of the folder of `path`, whose suffix sets the format."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 

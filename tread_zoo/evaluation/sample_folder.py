@@ -74,7 +74,7 @@ class SampleFolder:
 
     @property
     def grid_path(self) -> Path:
-        """Path of the picture of the grid, beside the folder."""
+        """Path of the picture of a grid of samples, beside the folder."""
         folder = self.path.resolve()
         return folder.with_name(f"{folder.name}_grid.png")
 

@@ -374,7 +374,7 @@ def distributed(device: torch.device) -> Iterator[bool]:
 
 
 def _gather(part: Any) -> list[Any]:
-    """Return the parts of all ranks on rank 0, and [] on the others."""
+    """Return what all ranks pass as `part`, on rank 0; [] on the others."""
     rank, world = rank_and_number()
     if world == 1:
         return [part]
