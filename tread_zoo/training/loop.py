@@ -347,8 +347,8 @@ def step_loss(
 def _features_of(
     teacher: Backbone, setup: Setup, x: Tensor, y: Tensor | None, draw: Draw
 ) -> Tensor:
-    """Return tokens [B,D,h,w] of the teacher, after its `teacher_block`, for the images x with
-    noise: of an image's noise levels in `draw`, the lowest."""
+    """Return the teacher's tokens [B,D,h,w] after the block `teacher_block`, for the images x with
+    noise at the lowest of the levels that `draw` has for an image."""
     each, projector = draw.token_levels, setup.projector
     level = draw.level if each is None else each.amin(dim=1)
     objective, tokens = setup.objective, torch.empty(0)

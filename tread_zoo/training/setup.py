@@ -128,7 +128,7 @@ class Setup:
 
 
 def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
-    """Return the parts of a run, with random weights from the seed or weights from `source`.
+    """Return the `Setup` of a run, with random weights from the seed or weights from `source`.
 
     Raises:
         CheckpointError: the weights of `source` do not fit.
