@@ -29,7 +29,7 @@ def without_credentials(value: Any) -> Any:
 
 
 def are_hidden(path: object) -> bool:
-    """Return whether `without_credentials` hid a part of the path, which cannot be opened so."""
+    """Return whether `without_credentials` hid a part of `path`, so that it cannot be opened."""
     return isinstance(path, str) and HIDDEN in path and without_credentials(path) == path
 
 

@@ -124,8 +124,9 @@ def draw(
 
 
 def draw_route(selector: str, rate: float, order: str, side: int, image: int) -> Image.Image:
-    """Return a picture of the tokens that a selector keeps on a square grid, and of a scan's walk
-    over them in an `order` of `ORDERS`. `image` is a number for the random choice."""
+    """Return a picture of the tokens that a selector keeps of a grid with sides `side`, at a
+    selection `rate`, and of a scan's walk over them. `order` is one of `ORDERS`; `image` seeds the
+    choice."""
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 

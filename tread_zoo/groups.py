@@ -27,7 +27,7 @@ def store_fields(
     Args:
         name, config: name of the script, and the class of its settings.
         presets: groups of files whose settings come last, each with its default choice.
-        whole: store all defaults, also those of parts, to show them.
+        whole: store all defaults, also those of registered parts, to show them.
     """
     node, chosen = dict[str, Any](), dict[str, Any]()
     for field, default in default_fields(config).items():

@@ -117,7 +117,7 @@ def group(kind: str, pattern: str = "*") -> str:
 
 
 def _part(kind: str, name: str) -> str:
-    """Return a text about what a part does, and its settings."""
+    """Return a text about what the registered part `name` does, and its settings."""
     entry = get_entry(kind, name)
     targets = [get_entry(kind, other).target for other in available(kind)]  # they share options
     targets += [getattr(entry.target, role, object) for role in ("mixer", "mlp")]

@@ -106,9 +106,9 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 
 def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
-    """Copy the grids that tread-zoo sample made of this step in the run's folder to `folder`, one
-    for each setting of sampling, and return these settings. Grids of one class, of prompts or of
-    contexts are left out."""
+    """Copy to `folder` the grids of samples that tread-zoo sample made in the run's folder at
+    `step`, one for each setting of sampling, and return these settings. Grids of one class, of
+    prompts or of contexts are left out."""
     shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, list[str]()
     for grid in sorted(run.glob("generated/*_grid.png")):
         file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD
@@ -163,7 +163,7 @@ def _metric_type(metric: str, record: dict[str, Any]) -> str:
 
 
 def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
-    """Return the licence of the weights, from the checkpoint's record of an import or as given."""
+    """Return the licence of the weights: `license` or, if None, that in the record `imported`."""
     origin = imported.get("license")
     if origin and "-nc" in origin and license not in (None, origin):
         raise ValueError(

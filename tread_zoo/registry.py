@@ -315,7 +315,7 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """Return the modules, other than ours, that registered `parts`, given as (kind, {"name": …,
-    options}), or what those use: the (kind, name) that their class lists in
+    options}). Parts that such a part uses count, too: its class may list them as (kind, name) in
     `used_parts(options)`."""
     modules = set()
     for kind, part in parts:
