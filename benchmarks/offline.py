@@ -46,7 +46,7 @@ BATCHES = (2, 256)  # a launch of few programs, which are made smaller, and one 
 
 
 class Variant(NamedTuple):
-    """One compiled kernel: the columns of the table."""
+    """One compiled kernel; the module's docstring explains its sizes."""
 
     target: str
     op: str

@@ -130,7 +130,7 @@ def measure(op: str, length: int, rate: float, args: argparse.Namespace) -> Iter
 def time_forms(
     runs: dict[str, Callable[..., Tensor]], case: Sequence[Any], args: argparse.Namespace
 ) -> dict[str, tuple[float, float]]:
-    """Return each form's median seconds of forward, and of forward and backward, run in turns."""
+    """Return median seconds by form, run in turns: (of forward, of forward and backward)."""
     inputs = [x.detach().requires_grad_() if is_float(x) else x for x in case]
     leaves, outputs = [x for x in inputs if is_float(x)], dict[str, Tensor]()
 

@@ -45,7 +45,7 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Backbone
 
 
 def make_network(args: argparse.Namespace, input_size: int) -> Backbone:
-    """Return the network that a command line names, for images of a size, on its device."""
+    """Return the network that a command line names, for images of `input_size`, on its device."""
     backbone = create_backbone(
         args.backbone,
         input_size=input_size,

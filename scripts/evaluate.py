@@ -52,7 +52,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
-    """Return the record of a checkpoint's samples, and the name of its file."""
+    """Return the scores of a checkpoint's samples as a record, and the path of its file."""
     from tread_zoo.evaluation.evaluate import evaluate
     from tread_zoo.runs.restore import restore
 
@@ -75,7 +75,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
 
 
 def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
-    """Return the record of existing images, and the name of its file."""
+    """Return the scores of existing images as a record, and the path of its file."""
     from tread_zoo.evaluation.evaluate import evaluate_images
     from tread_zoo.runtime import resolve_device
 
