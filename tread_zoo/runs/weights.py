@@ -43,7 +43,7 @@ def build_network(
 
 
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load the weights of the checkpoint at `path` into a network with the same names and shapes.
+    """Load `tensors` of the checkpoint at `path` into a network with the same names and shapes.
 
     Raises:
         CheckpointError: the weights do not fit, or are not finite.
