@@ -27,7 +27,7 @@ def summarise(
     k_ptr, v_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the states at the edges of each chunk, computed from its own steps."""
+    """Write the states (m, N, D) at the edges of each chunk, computed from its own steps."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -55,7 +55,7 @@ def average(
     length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the output and log D, both [B, L, C]."""
+    """Write the output and ℓ, the logarithm of its denominator, both [B, L, C]."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
@@ -252,13 +252,13 @@ def _grads_after_groups(
 
 @triton.jit
 def _put(states, group, state):
-    """Return states [GROUPS, BLOCK] with the state of `group` replaced, [BLOCK]."""
+    """Return `states` [GROUPS, BLOCK] with that of `group` replaced by `state` [BLOCK]."""
     return tl.where(tl.arange(0, states.shape[0])[:, None] == group, state[None, :], states)
 
 
 @triton.jit
 def _take(states, group):
-    """Return the state of `group`, [BLOCK]."""
+    """Return the state [BLOCK] of `group` among `states` [GROUPS, BLOCK]."""
     here = tl.arange(0, states.shape[0])[:, None] == group
     return tl.sum(tl.where(here, states, 0.0), axis=0)
 
@@ -318,7 +318,7 @@ def _load_5(at, c_in, channels):
 
 @triton.jit
 def _rows(at, left, channels, CHUNK: tl.constexpr, other):
-    """Return CHUNK steps, float32 [BLOCK] each; `other` past the end."""
+    """Return CHUNK steps from `at` on, float32 [BLOCK] each; `other` where none are left."""
     rows = ()
     for i in tl.static_range(CHUNK):
         rows += (_load(at + i * channels, i < left, other),)
