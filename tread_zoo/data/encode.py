@@ -1,9 +1,9 @@
 """Encode images into a table of latents or images, perhaps with contexts of captions or with
 features; `latents.py` reads it.
 
-The parts of the table are dealt out to the processes in turn, and each is written atomically.
-Existing parts are kept, so that the same command continues a stopped encoding. The process that
-finds all parts writes the statistics to table.json. No process waits for another.
+The files of the table are dealt out to the processes in turn, and each is written atomically.
+Existing files are kept, so that the same command continues a stopped encoding. The process that
+finds all files writes the statistics to table.json. No process waits for another.
 
 Dimensions: B batch, K copies (2: the image and its mirror image), C channels of a latent (C' as
 stored: 2 C for moments), h height, w width, S channels of features.
@@ -56,7 +56,7 @@ def encode(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> bool:
-    """Return whether the table is finished, after this process has encoded its parts.
+    """Return whether the table is finished, after this process has encoded its files.
 
     Args:
         data, vae: images, and an autoencoder on its device; None keeps the images.
@@ -169,8 +169,7 @@ class _Encoder:
     corrupt: CorruptLog
 
     def batches(self, part: str, span: range, bar: Any) -> Iterator[Columns]:
-        """Yield columns, in batches, for the images `span` of `part` that can be read; advance
-        `bar`."""
+        """Yield columns, in batches, of the readable images `span` of `part`; advance `bar`."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,

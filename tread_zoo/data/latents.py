@@ -255,7 +255,7 @@ def _table_data(
     context: bool,
     codec: Codec,
 ) -> ImageData:
-    """Return the data of a table; `shape` is [C,H,W] of the model's input."""
+    """Return a table's data; `shape` is the model input's [C,H,W]. For the rest see `latents`."""
     metadata, contexts, names = table.metadata, None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
     if context and metadata["context"]:

@@ -219,8 +219,8 @@ def prefetch_to_device(
 
 
 def read_items(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return (images [B,…], labels int64 [B]) of items, read in this process. Corrupt items are
-    replaced as in `make_loader`."""
+    """Return (images [B,…], labels int64 [B]) of the items `indices`, read in this process. Corrupt
+    items are replaced as in `make_loader`."""
     return next(_read_batches(dataset, [list(indices)], 0, 0))
 
 

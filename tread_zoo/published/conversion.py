@@ -228,7 +228,7 @@ def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
 
 
 def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[str]:
-    """Yield notes for the user on what the tensors do not show."""
+    """Yield notes for the user on what an imported file's tensors do not show."""
     published = list_backbones(f"{FORMATS[format].backbone}_*_[0-9]")
     if backbone.name not in published:
         sizes = f"depth={backbone.num_blocks}, hidden_size={backbone.config['hidden_size']}"

@@ -6,7 +6,7 @@
         ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
         ema_0.1.safetensors     which are also saved in <run>/ema_snapshots/step_…
         alignment.safetensors   weights that an alignment trains, if there is one
-        optimizer.safetensors   state of the optimizer, `<parameter>|<name>`
+        optimizer.safetensors   state of the optimizer, keys `<parameter>|<name>`
         checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
                                 and of the metadata itself
 
@@ -325,7 +325,7 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Load the checkpoint's `part` into `network`, whose keys and shapes must be the same."""
+    """Load a checkpoint's weights `part`, such as `ema`, into a network with the same names."""
     load_tensors(network, checkpoint.tensors(part), checkpoint.path)
 
 

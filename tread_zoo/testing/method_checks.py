@@ -64,13 +64,14 @@ class MethodProbe:
         images: Sequence[int] = range(BATCH),
         method: Method | None = None,
     ) -> tuple[Crossing, ...]:
-        """Return the crossings that the method chooses at step `index` for numbered `images`."""
+        """Return the crossings, such as ranges of blocks that see fewer tokens, that the method
+        chooses at step `index` for numbered `images`."""
         generator = make_image_generator("kit", index, images=images)
         step = Step(index, NUM_STEPS, seed=0)
         return (method or self.method).draw(Stack.of(backbone), generator, step)
 
     def each_draw(self, backbone: Backbone) -> list[tuple[Crossing, ...]]:
-        """Return the crossings of some steps, once for each kind and number of tokens."""
+        """Return what `draw` gives at some steps, once for each kind and number of tokens."""
         drawn = {}
         for index in STEPS:
             crossings = self.draw(backbone, index)
@@ -91,8 +92,8 @@ def check_options_round_trip(probe: MethodProbe) -> None:
 
 
 def check_tokens_return_whole(probe: MethodProbe) -> None:
-    """At the end of every `Crossing` all tokens are back: streams, skips and layout have full
-    length. At its start, all extra tokens enter it unchanged."""
+    """At the end of every `Crossing` all tokens are back: streams (tensors of tokens), long skips
+    and layout have full length. At its start, all extra tokens enter it unchanged."""
     backbone = probe.build()
     for crossings in probe.each_draw(backbone):
         for crossing in _own(backbone, crossings):
@@ -112,8 +113,8 @@ def check_tokens_return_whole(probe: MethodProbe) -> None:
 
 
 def check_calls_are_pure(probe: MethodProbe) -> None:
-    """The same crossings give the same output, to the bit, before and after other calls. They do
-    not change a later call without crossings, and torch's global generator is not used."""
+    """Calls with equal `routes` give equal outputs, to the bit, whatever was called in between.
+    They do not change a later call without routes, and torch's global generator is not used."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     state = torch.get_rng_state()
     dense = backbone(*inputs)
@@ -275,7 +276,7 @@ def check_a_block_can_be_left_out(probe: MethodProbe) -> None:
 
 
 def check_sampling(probe: MethodProbe) -> None:
-    """`sample` and `weak` return crossings that run, or raise ValueError with a reason."""
+    """The method's `sample` and `weak` give finite outputs, or raise ValueError with a reason."""
     backbone, inputs, method = probe.build(), probe.backbone.inputs(), probe.method
     stack = Stack.of(backbone)
     calls: list[Callable[[], Sequence[Crossing]]] = [lambda: method.weak(stack)]
@@ -292,8 +293,8 @@ def check_sampling(probe: MethodProbe) -> None:
 
 
 def _tokens(backbone: Backbone) -> Tokens:
-    """Return random tokens for the start of a crossing, with two long skips under way; blocks of
-    the crossing consume the first one."""
+    """Return random tokens for the start of a `Crossing`, with long skips from two earlier blocks;
+    blocks of the crossing consume the first skip."""
     generator, batch = make_generator("kit tokens"), BATCH
     length = backbone.num_extra_tokens + backbone.num_tokens
 
@@ -321,7 +322,7 @@ def _assert_lengths(tokens: Tokens, start: Tokens) -> None:
 
 
 def _own(backbone: Backbone, crossings: Sequence[Crossing]) -> Sequence[Crossing]:
-    """Return the crossings that a call runs: those given, as the method's module changes them."""
+    """Return the crossings that a call of the backbone runs, given those that the method chose."""
     own: Sequence[Crossing] = crossings
     return own if backbone.routing is None else backbone.routing.cross(own)
 
@@ -331,7 +332,7 @@ def _plain(crossing: Crossing) -> Any:
 
 
 def _shape(crossing: Crossing, skip: int = 0) -> Any:
-    """Return a crossing's kind: class, range, and its tensors' shapes after `skip` dimensions."""
+    """Return a `Crossing`'s kind: class, range, and its tensors' shapes after `skip` dimensions."""
     shapes = {name: tuple(v.shape)[skip:] for name, v in crossing.tensors().items()}
     return type(crossing).__name__, crossing.start, crossing.end, shapes
 

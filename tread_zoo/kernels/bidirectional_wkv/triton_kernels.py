@@ -265,7 +265,7 @@ def _take(states, group):
 
 @triton.jit
 def _merge(m, n, d, fall, m_new, n_new, d_new):
-    """Return the sum of two states, the first one decayed by `fall`."""
+    """Return the sum of the states (m, n, d), decayed by `fall`, and (m_new, n_new, d_new)."""
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
     return top, old * n + new * n_new, old * d + new * d_new
@@ -275,7 +275,7 @@ def _merge(m, n, d, fall, m_new, n_new, d_new):
 def _merge_grads(
     m, a, z, far_a, far_z, gap, rate, m_new, a_new, z_new, far_a_new, far_z_new
 ):  # fmt: skip
-    """Return the sum of two backward states, the first one from `gap` further away."""
+    """Return the sum of two backward states, the first seen from `gap` positions further away."""
     fall = gap * rate
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
@@ -300,7 +300,8 @@ def _here(num_chunks, channels, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(at, inside, other):
-    """Return loaded values as float32. tl.load's own `other` would have the dtype of the memory."""
+    """Return the values at `at` as float32, and `other` where `inside` is false. tl.load's own
+    `other` would have the dtype of the memory."""
     return tl.where(inside, tl.load(at, mask=inside, other=0.0).to(tl.float32), other)
 
 
@@ -336,7 +337,7 @@ def _gaps(places_ptr, row, start, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _to_edge(places_ptr, row, start, length, way, CHUNK: tl.constexpr):
-    """Return each step's distance to the chunk's last step, going forth, or to its first step."""
+    """Return each step's distance to the chunk's last step (`way` 0) or to its first (`way` 1)."""
     away = ()
     for i in tl.static_range(CHUNK):
         if way == 0:
