@@ -44,7 +44,7 @@ def flow_loss(network, x, y, generator):
 
 
 def train(network, is_new, seconds, seed, **routing):
-    """Train; return as text the steps, MiB saved for a backward pass, and dense held-out loss."""
+    """Train; return as text the number of steps, MiB kept for backward, dense held-out loss."""
     routes = enable_routing(network, seed=seed, **routing) if routing else None
     weights = [each for each in network.parameters() if each.requires_grad]
     network, optimizer = accelerator.prepare(network, torch.optim.AdamW(weights, 1e-3))

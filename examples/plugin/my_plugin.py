@@ -41,7 +41,7 @@ class Checkerboard:
 
 @dataclass(frozen=True)
 class Discard(Crossing):
-    """All tokens run; then those not in `ids` [B, K] get back their values from the start."""
+    """All tokens run; then those not in `ids` [B, K] get back the values they entered with."""
 
     ids: Tensor
 

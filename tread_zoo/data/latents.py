@@ -320,7 +320,8 @@ class EncodedTable(TableDataset):
 
     @property
     def digest(self) -> str:
-        """A digest of a table in a bucket; empty in a folder, whose items are quick to read."""
+        """A digest of a table in a bucket; empty for a table in a folder, whose items are quick to
+        read and compare."""
         return self.table.digest
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:

@@ -382,7 +382,8 @@ def _read_labels(
     num_classes: int | None,
     name: str,
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Return labels int64 [N] and class names, or zeros and (); see `find_label_column`."""
+    """Return labels int64 [N] and class names; without labels, zeros and (). For `name` and `used`
+    see `find_label_column`."""
     import datasets
 
     if column is None and num_classes != 0:

@@ -127,7 +127,7 @@ class CheckpointFormat:
         return complete("objective", {"name": name, **options})
 
     def fixed(self, backbone: Backbone) -> Tensors:
-        """Return, under their names, the tensors of their file that our network only computes."""
+        """Return by name the tensors in their file that our network computes instead of storing."""
         if "positions" in self.names:
             return self.tables(backbone)
         sines = sincos_2d(backbone.config["hidden_size"], backbone.grid)

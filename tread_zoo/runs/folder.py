@@ -93,8 +93,8 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
 
 def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings `saved` of a run, changed by `given`. If a backbone, sampler or the like
-    gets another name, its saved options are dropped. `auto` steps or learning rate keep the saved
-    value."""
+    gets another name, its saved options are dropped. Where the number of steps or the learning rate
+    is `auto`, the saved value is kept."""
     merged = dict(saved)
     for field, value in given.items():
         before = saved.get(field)

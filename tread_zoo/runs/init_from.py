@@ -95,7 +95,7 @@ def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
 
 
 def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
-    """Load the averaged weights of `source` into `backbone`, and return as text which these are.
+    """Load averaged weights of `source` into `backbone`; return a text that says what was loaded.
 
     Raises:
         CheckpointError: the weights that must match do not; the error names the settings.

@@ -244,8 +244,8 @@ def check_recomputation(probe: Probe) -> None:
 
 
 def check_half_precision(probe: Probe) -> None:
-    """With bfloat16, by autocast or as the dtype of weights and images, gradients are finite, and
-    the output is near the float32 output. Stored in bfloat16, its dtype is bfloat16."""
+    """With bfloat16, by autocast or as the dtype of weights and images, gradients are finite and
+    the output is near the float32 output. With bfloat16 weights, the output is bfloat16, too."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
     full, _ = output_and_gradients(backbone, (x, t, y), routes)

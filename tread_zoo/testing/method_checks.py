@@ -228,7 +228,8 @@ def check_compiles(probe: MethodProbe) -> None:
 
 def check_costs_are_counted(probe: MethodProbe) -> None:
     """The weights of `variants` sum to 1 at every step. Each variant runs on the meta device and
-    costs FLOPs. If choices precede the run (`drawn`), `draw` returns no other kinds."""
+    costs FLOPs. If choices are made before the network runs (`drawn`), the kinds of crossings that
+    `draw` returns are among the variants'."""
     backbone, method = probe.build(), probe.method
     variants = list(method.variants(Stack.of(backbone), NUM_STEPS))
     for index in range(NUM_STEPS):
