@@ -29,7 +29,7 @@ data = np.load(sys.argv[1])
 
 
 def part(name, is_new):
-    """Return the images [N, 1, 28, 28] of half of the classes, and their labels."""
+    """Return the images [N, 1, 28, 28] and labels of classes 5 … 9 if `is_new`, else of 0 … 4."""
     x, y = torch.from_numpy(data[f"x_{name}"]), torch.from_numpy(data[f"y_{name}"]).long()
     chosen = (y >= 5) == is_new
     return x[chosen, None].float() / 127.5 - 1, y[chosen]
@@ -44,7 +44,7 @@ def flow_loss(network, x, y, generator):
 
 
 def train(network, is_new, seconds, seed, **routing):
-    """Return the number of steps, MiB saved for a backward pass, and the dense held-out loss."""
+    """Train; return as text the number of steps, MiB kept for backward, dense held-out loss."""
     routes = enable_routing(network, seed=seed, **routing) if routing else None
     weights = [each for each in network.parameters() if each.requires_grad]
     network, optimizer = accelerator.prepare(network, torch.optim.AdamW(weights, 1e-3))

@@ -1,4 +1,4 @@
-"""A backbone, routed, trained for some steps and sampled, through the Python API: under a minute.
+"""Train a routed backbone for some steps and sample from it in Python, in under a minute.
 
 python examples/quickstart.py mamba_tiny
 """

@@ -1,4 +1,4 @@
-"""Parts of every kind but a backbone, in one file.
+"""A plug-in: one file that registers a selector, a routing method, and one of each other kind.
 
     python scripts/train.py plugins=[my_plugin] 'routing.selector={name: checkerboard, parity: 1}' \
         optimizer=sign_sgd optimizer.learning_rate=1e-3 'evaluation.metrics=[fid,mean_gap]'
@@ -28,7 +28,7 @@ from tread_zoo.training.alignment import token_width
 @register("selector", "checkerboard")
 @dataclass(frozen=True)
 class Checkerboard:
-    """Keep random squares of one colour of a checkerboard; of the other only if more are kept."""
+    """Keep random tokens on one colour of a checkerboard; on the other, only if more are needed."""
 
     parity: Annotated[int, Field(ge=0, le=1)] = 0
 
@@ -41,7 +41,7 @@ class Checkerboard:
 
 @dataclass(frozen=True)
 class Discard(Crossing):
-    """All tokens run; those that are not in `ids` [B, K] then go back to what they were."""
+    """All tokens run; then those not in `ids` [B, K] get back the values they entered with."""
 
     ids: Tensor
 
@@ -126,7 +126,7 @@ class RisingGuidance(ClassifierFree):
 @register("optimizer", "sign_sgd")
 @dataclass(frozen=True)
 class SignSGD:
-    """Steps by the sign of a running mean of the gradient."""
+    """Moves each parameter against the sign of a running mean of its gradient."""
 
     learning_rate: PositiveFloat = 1e-4
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -154,7 +154,7 @@ class _SignSGD(torch.optim.Optimizer):
 @register("lr_schedule", "inverse_sqrt")
 @dataclass(frozen=True)
 class InverseSqrt:
-    """Warm-up, then 1 / sqrt(step)."""
+    """A linear warm-up to 1, then sqrt(warmup_steps / (step + 1))."""
 
     warmup_steps: PositiveInt = 50
 
@@ -205,7 +205,7 @@ def stripes(num_images: PositiveInt = 256, size: PositiveInt = 8, noise: NonNega
 @register("alignment", "regression")
 @dataclass(frozen=True)
 class Regression:
-    """Predict the features by a linear map of a block's tokens, with squared error."""
+    """Predict an encoder's features from a block's tokens by a linear map, with squared error."""
 
     block: int = 1
     weight: PositiveFloat = 0.1
@@ -230,7 +230,7 @@ class _Regression(torch.nn.Module):
 
 @register("metric", "mean_gap", better="lower")
 def mean_gap(generated, real):
-    """Return the distance of the mean features: features [n, d], [m, d] -> float."""
+    """Return the distance between the means of generated [n, d] and real [m, d] features."""
     return float((generated.mean(dim=0) - real.mean(dim=0)).norm())
 
 

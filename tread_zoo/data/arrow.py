@@ -2,8 +2,9 @@
 
 Files in a folder are memory-mapped in place. Files in a bucket (s3://, gs://, hf:// and others) are
 read through `fsspec`, which needs a library for each service. A file is downloaded whole when it is
-first read, into a folder that all processes of a machine share; the oldest files are deleted. An
-epoch then visits the files in a random order, and mixes the images of `window` neighbouring files:
+first read, into a folder that all processes of a machine share; the least recently used are
+deleted. An epoch then visits the files in a random order, and mixes the images of `window`
+neighbouring files:
 
     key of an image = position of its file in a permutation + window u,    u uniform in [0, 1)
 
@@ -32,7 +33,7 @@ from tread_zoo.data.loader import Unavailable
 
 
 class ArrowTable:
-    """The rows of a table in a folder or a bucket.
+    """The rows of a table that `encode.py` wrote, in a folder or a bucket.
 
     Args:
         path: the table's folder, or its address in a bucket.
@@ -80,7 +81,7 @@ class ArrowTable:
         return torch.from_numpy(np.load(io.BytesIO(self._fetch("labels.npy"))))
 
     def cell(self, column: str, row: int) -> bytearray:
-        """Return the bytes of a cell. Raises `Unavailable` if its file cannot be read."""
+        """Return the bytes of a table's cell. Raises `Unavailable` if its file cannot be read."""
         number = bisect.bisect_right(self.ends, row)
         columns = self._open.pop(number, None)
         if columns is None:
@@ -93,8 +94,8 @@ class ArrowTable:
         return bytearray(columns[column][row - first].as_buffer())
 
     def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a permutation int64 [N] of `rows` [N]. In a bucket, rows of the same file stay
-        close together."""
+        """Return the order int64 [N] in which an epoch visits the items whose rows are `rows` [N],
+        as indices into `rows`. In a bucket, rows of the same file stay close together."""
         if not self.in_bucket:
             return torch.randperm(len(rows), generator=generator)
         files = torch.bucketize(rows, torch.tensor(self.ends), right=True)
@@ -104,7 +105,7 @@ class ArrowTable:
         return (positions[indices] + self.window * offsets).argsort(stable=True)
 
     def _fetch(self, name: str) -> bytes:
-        """Return the content of a small file."""
+        """Return the content of the table's small file `name`, such as table.json."""
         if not self.in_bucket:
             return Path(self.where, name).read_bytes()
         import fsspec
@@ -117,7 +118,7 @@ class ArrowTable:
         return content
 
     def _rows(self, number: int) -> Any:
-        """Return the rows of a file, which is downloaded if it is not there."""
+        """Return the rows of file `number` of the table, downloaded first if it is not there."""
         file = self.folder / self.names[number]
         if not self.in_bucket:
             try:

@@ -141,7 +141,7 @@ def _from_torchvision(
     num_classes: int | None,
     pad_to: Any = None,
 ) -> ImageData:
-    """Return the data of a torchvision class that has `data`, `targets` and `classes`."""
+    """Return `kind`, a data set class of torchvision, as data; for the rest see `fashion_mnist`."""
     root = Path(path or cache_folder() / name).expanduser()
     if path is None:
         root.mkdir(parents=True, exist_ok=True)
@@ -161,8 +161,8 @@ def _in_memory(
     pad_to: Any = None,
     class_names: tuple[str, ...] = (),
 ) -> ImageData:
-    """Return the data of `parts`, the training part and perhaps a test part. Each is a pair of
-    images uint8 [N,C,H,W] and labels int64 [N] or None."""
+    """Return the data of `parts`, the training part and perhaps a test part. Each part is a pair of
+    images uint8 [N,C,H,W] and labels int64 [N] or None. For the rest see `npz`."""
     images = torch.cat([_pad(part, pad_to) for part, _ in parts])
     if num_classes == 0 or parts[0][1] is None:
         labels, class_names = None, ()
@@ -193,7 +193,7 @@ def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
 
 
 def _as_images(array: np.ndarray, where: str) -> Tensor:
-    """Return uint8 [N,C,H,W]."""
+    """Return uint8 [N,H,W], [N,H,W,C] or [N,C,H,W] as images [N,C,H,W]; `where` begins errors."""
     shape = array.shape
     first, last = (len(shape) == 4 and shape[axis] in (1, 3, 4) for axis in (1, 3))
     if array.dtype != np.uint8 or (len(shape) != 3 and first == last):
@@ -209,5 +209,5 @@ def _as_images(array: np.ndarray, where: str) -> Tensor:
 
 
 def _channels_first(images: Tensor) -> Tensor:
-    """[N,H,W] or [N,H,W,C] -> [N,C,H,W]."""
+    """Return images [N,H,W] or [N,H,W,C] as [N,C,H,W]."""
     return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()

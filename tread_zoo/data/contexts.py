@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def context_shape(table: "datasets.Dataset", column: str, length: int | None) -> tuple[int, int]:
-    """Return (T, S) of the contexts in a column of embeddings, or of paths. `table` is in numpy's
-    format. T is `length`, or the number of embeddings in the longest row. Raises ValueError if that
-    row cannot be read."""
+    """Return (T, S) of the contexts in a column that has embeddings, or paths of them. `table` is
+    in numpy's format. T is `length` or, if that is None, the number of embeddings in the longest
+    row. Raises ValueError if the row that was chosen cannot be read."""
     row = _longest(table.select_columns([column]), column) if length is None else 0
     rows = _as_rows(table[row][column], f"of row {row}")
     return length or max(len(rows), 1), rows.shape[1]
 
 
 def _longest(table: "datasets.Dataset", column: str) -> int:
-    """Return the index of the row with the largest file or the longest list."""
+    """Return the index of the row with the longest list, or with the path of the largest file."""
     import pyarrow
     import pyarrow.compute
 
@@ -45,9 +45,9 @@ def _longest(table: "datasets.Dataset", column: str) -> int:
 
 
 def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return embeddings [t, S] or [S], or those in an .npy file, as a context float32 [T, S] filled
-    up with zeros. Raises ValueError if they cannot be read, are not finite, or do not fit `shape`.
-    """
+    """Return `value`, embeddings [t, S] or [S] or the path of an .npy file of them, as a context
+    float32 [T, S] filled up with zeros. `shape` is (T, S), and errors call the context `name`.
+    Raises ValueError if the embeddings cannot be read, are not finite, or do not fit `shape`."""
     length, size = shape
     rows = _as_rows(value, name)
     if (rows.size and rows.shape[1] != size) or len(rows) > length:
@@ -83,7 +83,7 @@ def load_npy(path: str | Path) -> np.ndarray:
 
 
 def _as_rows(value: Any, name: str) -> np.ndarray:
-    """Return an array, or the content of an .npy file, as floats [t, S]."""
+    """Return `value`, an array or an .npy file's path, as floats [t, S]; errors call it `name`."""
     array = np.atleast_2d(load_npy(value) if isinstance(value, str) else value)
     if array.ndim != 2 or array.dtype.kind != "f" or not array.shape[1]:
         raise ValueError(f"the context {name} is {array.dtype} {array.shape}, not floats [t, S].")

@@ -33,7 +33,7 @@ def to_model_range(images: Tensor) -> Tensor:
 
 
 def to_uint8(x: Tensor) -> Tensor:
-    """Return `x` of [-1, 1] as uint8, clamped and rounded: the exact inverse of `to_model_range`.
+    """Return `x`, in [-1, 1], as uint8, clamped and rounded: the exact inverse of `to_model_range`.
     Raises ValueError for NaN."""
     if torch.isnan(x).any():
         raise ValueError(
@@ -49,13 +49,13 @@ def as_bytes(values: Tensor) -> bytes:
 
 
 class Codec:
-    """Converts stored items to model inputs, and model outputs to pixels. This is for images."""
+    """Converts stored items to model inputs, and model outputs to pixels; this one, for images."""
 
     decoder: str = "none"  # the autoencoder, a folder or a name on the hub
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Plain values that a checkpoint stores; empty for pixels."""
+        """What a checkpoint stores about the codec, as plain values; empty for pixels."""
         return {}
 
     @property
@@ -72,8 +72,8 @@ class Codec:
         """Raise ValueError if `flip` is set and items cannot be mirrored."""
 
     def prepare(self, device: torch.device) -> None:
-        """Load the autoencoder onto `device`. Raises ValueError if it is not the one that encoded
-        the data."""
+        """Load the autoencoder, if there is one, onto `device`. Raises ValueError if it is not the
+        one that encoded the data."""
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that `to_model` gives a batch of shape `stored`."""
@@ -94,8 +94,8 @@ class Codec:
     ) -> Tensor:
         """Return the model's input, float32 [B,C,H,W] on `device`, for a batch from the loader.
 
-        `noise` comes from `draw`; without it, latents are their mean. `flip`, bool [B] on `device`,
-        marks the items that are mirrored.
+        `noise` comes from `draw`; without it, each latent is the mean of its distribution. `flip`,
+        bool [B] on `device`, marks the items to mirror.
         """
         stored = stored.to(device, non_blocking=True)
         if flip is not None:
@@ -112,7 +112,7 @@ PIXELS = Codec()
 
 @dataclass(frozen=True)
 class ImageData:
-    """A training part, a held-out part, and their sizes, classes and codec."""
+    """Training data: a training part, a held-out part, and their sizes, classes and codec."""
 
     name: str  # for logs and records
     train: Dataset[Any]  # items (image as stored, label or context)
@@ -131,7 +131,7 @@ class ImageData:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """`train` and, unless nothing is held out, `held_out`."""
+        """The data sets by name: `train` and, if there is one, `held_out`."""
         parts = {"train": self.train, "held_out": self.held_out}
         return {name: part for name, part in parts.items() if part is not None}
 

@@ -1,12 +1,12 @@
 """Encode images into a table of latents or images, perhaps with contexts of captions or with
 features; `latents.py` reads it.
 
-The parts of the table are dealt out to the processes in turn, and each is written atomically.
-Existing parts are kept, so that the same command continues a stopped encoding. The process that
-finds all parts writes the statistics to table.json. No process waits for another.
+The files of the table are dealt out to the processes in turn, and each is written atomically.
+Existing files are kept, so that the same command continues a stopped encoding. The process that
+finds all files writes the statistics to table.json. No process waits for another.
 
-Dimensions: B batch, K copies (2: the image and its mirror image), C channels of a latent (moments
-store 2 C), h height, w width, S channels of features.
+Dimensions: B batch, K copies (2: the image and its mirror image), C channels of a latent (C' as
+stored: 2 C for moments), h height, w width, S channels of features.
 """
 
 import dataclasses
@@ -56,15 +56,15 @@ def encode(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> bool:
-    """Return whether the table is finished, after this process has encoded its parts.
+    """Return whether the table is finished, after this process has encoded its files.
 
     Args:
         data, vae: images, and an autoencoder on its device; None keeps the images.
-        out, config: the table's folder, and the settings.
+        out, config: the table's folder, and the settings of the encoding.
         text: a text encoder for captions, on its device; None keeps labels or contexts.
-        features: the extractor's label and function.
-        precision: of the autoencoder and the text encoder; not auto.
-        rank, num_ranks: of this process.
+        features: an extractor's label, and its function from images to features.
+        precision: precision in which the autoencoder and the text encoder compute; not auto.
+        rank, num_ranks: number of this process, and how many there are.
 
     Raises:
         ValueError: `out` has a table with other settings, latents or features are not finite, or
@@ -125,7 +125,8 @@ def _choose_content(content: str, vae: Vae) -> str:
 
 
 def _begin(out: Path, metadata: dict[str, Any]) -> None:
-    """Write table.json without statistics. Raises ValueError if it exists with other settings."""
+    """Write table.json, without statistics, to the folder `out`. Raises ValueError if there is one
+    with other settings."""
     file = out / "table.json"
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
@@ -140,8 +141,8 @@ def _begin(out: Path, metadata: dict[str, Any]) -> None:
 
 
 def _read_each(dataset: Any, with_caption: bool, indices: Sequence[int]) -> list[tuple[int, Any]]:
-    """Return (index, item) for each index; the item is a `CorruptItem` if it cannot be read. With
-    `with_caption`, an item's third part is its caption."""
+    """Return (index, item) for each index; the item is a `CorruptItem` if it cannot be read. If
+    `with_caption` is set, an item ends with its caption, as third element."""
     rows = []
     for index in indices:
         item = read_item(dataset, index)
@@ -156,7 +157,7 @@ def _read_each(dataset: Any, with_caption: bool, indices: Sequence[int]) -> list
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Makes the columns of a table from images."""
+    """Computes the columns of a table from images, labels and captions."""
 
     data: ImageData
     vae: Vae | None
@@ -168,7 +169,7 @@ class _Encoder:
     corrupt: CorruptLog
 
     def batches(self, part: str, span: range, bar: Any) -> Iterator[Columns]:
-        """Yield the columns for those images of `span` that can be read, and advance `bar`."""
+        """Yield columns, in batches, of the readable images `span` of `part`; advance `bar`."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -197,7 +198,7 @@ class _Encoder:
             bar.update(len(batch))
 
     def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> Columns:
-        """Return the columns that are computed from uint8 images: image or latent, and features."""
+        """Return the columns that are computed from uint8 images: latent or image, and features."""
         copies = (images, images.flip(-1)) if self.config.flips else (images,)
         columns = {"image": images[:, None]}
         if self.vae is not None:
@@ -213,7 +214,8 @@ class _Encoder:
         return columns
 
     def _encode(self, vae: Vae, images: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
-        """Return the latents to store, [B,C',h,w], of uint8 images."""
+        """Return the latents to store, [B,C',h,w]; `generators`, one per image, draw their
+        noise."""
         device = next(vae.network.parameters()).device
         with autocast(device, self.precision):
             mean, logvar = vae.encode(to_model_range(images.to(device)))
@@ -250,9 +252,10 @@ def write_table(
 
     Args:
         out: the table's folder.
-        batches: latents [B,K,C',h,w] and labels [B] (-1: unlabelled) for each file of the table. A
-            file of a few thousand downloads quickly. K is 2 with mirrored images, else 1.
-        content: samples, mean_logvar or mean_std; with moments C' is 2 C.
+        batches: for each file of the table, latents [B,K,C',h,w] and labels [B] (-1: unlabelled).
+            Files of a few thousand latents download quickly. K is 2 with mirrored images, else 1.
+        content: what a latent holds: samples (C' = C), or mean_logvar or mean_std (C' = 2 C: the
+            mean, then the log-variance or the standard deviation).
         vae: `metadata` of the autoencoder that made them; None if unknown.
         class_names: a name for each label; () names the classes by number.
 
@@ -286,8 +289,9 @@ def write_table(
 
 
 def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
-    """Write one Arrow file atomically, with sums for the statistics in its header. Each tensor is
-    stored in its dtype. Raises ValueError for values that are not finite."""
+    """Write one Arrow file of a table atomically, with sums for the table's statistics in its
+    header. Each tensor is stored in its dtype. `content` is as in `write_table`, or pixels. Raises
+    ValueError for values that are not finite."""
     import pyarrow as pa
 
     main = "image" if content == "pixels" else "latent"
@@ -323,11 +327,11 @@ def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
 
 
 def finish(out: Path, metadata: dict[str, Any]) -> bool:
-    """Return whether all parts exist; if so, complete the table.
+    """Return whether all files of the table in `out` exist; if so, complete the table.
 
-    table.json gets the shape, the number of rows of each part, and mean and standard deviation by
-    channel. With moments, E[z] = E[mean] and E[z^2] = E[mean^2] + E[std^2]. The labels of all rows
-    are written to labels.npy.
+    table.json gets `metadata`, the shape, the number of rows of each file, and mean and standard
+    deviation of the latents z by channel. With moments, E[z] = E[mean] and E[z^2] = E[mean^2] +
+    E[std^2]. The labels of all rows are written to labels.npy.
     """
     import pyarrow
 

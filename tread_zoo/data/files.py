@@ -32,8 +32,8 @@ def printable(text: str) -> str:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a text, or plain values with texts in them, without credentials; absolute paths are
-    cut to their last part."""
+    """Return `value`, a text or plain values that contain texts, without credentials and with every
+    absolute path cut to its last part."""
     if isinstance(value, Mapping):
         return {without_paths(key): without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -48,7 +48,7 @@ def without_paths(value: Any) -> Any:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that a pattern with ranges {000..127} stands for."""
+    """Return the names that a pattern with ranges such as {000..127} stands for."""
     before, *rest = re.split(r"\{(\d+)\.\.(\d+)\}", pattern, maxsplit=1)
     if not rest:
         return [pattern]
@@ -91,6 +91,6 @@ def atomic_file(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str, *, alone: bool = True) -> None:
-    """Write a file atomically, in UTF-8. Bytes of a file's name that are not UTF-8 are escaped."""
+    """Write a file atomically, in UTF-8; what UTF-8 cannot encode, as in file names, is escaped."""
     with atomic_file(path, alone=alone) as stream:
         stream.write(text.encode(errors="backslashreplace"))

@@ -61,8 +61,8 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
 
 @functools.cache
 def picture_formats() -> tuple[str, ...]:
-    """Return the formats that pictures may have here. Pillow goes by a file's content, and would
-    start Ghostscript for a file that begins as PostScript."""
+    """Return the formats that pictures may have, by Pillow's names. Without this list, Pillow would
+    go by a file's content alone, and start Ghostscript for a file that begins as PostScript."""
     from PIL import Image
 
     Image.init()
@@ -126,8 +126,8 @@ def find_classes(
 
 
 def folder_rows(root: Path) -> dict[str, dict[str, Any]]:
-    """Return a folder's metadata: a row of values by each file's path within the folder; {} without
-    metadata.
+    """Return a folder's metadata: for each file's path within the folder, a row that maps columns
+    to values. Without metadata, return {}.
 
     The metadata are metadata.csv or metadata.jsonl with the column file_name, as in `datasets`, or
     EDM's dataset.json, whose labels become the column `label`.
@@ -156,7 +156,8 @@ def folder_rows(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def columns_of(rows: dict[str, dict[str, Any]], root: Path, files: list[str]) -> dict[str, Any]:
-    """Return the columns of metadata, a value for each of `files`; None where a file has no row.
+    """Return the metadata `rows`, from `folder_rows`, as columns: for each name, a list with a
+    value for each of `files`. A file without a row gets None.
 
     Raises:
         ValueError: no file has a row.

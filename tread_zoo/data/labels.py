@@ -59,10 +59,10 @@ def check_labels(
     labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
 ) -> tuple[str, ...]:
     """Return the class names for labels int64 [N]: `names`, or numbers if `names` are too few or
-    too many. Without `num_classes` and `names` there are as many classes as the largest label + 1.
+    too many. Without `num_classes` and `names`, the number of classes is the largest label + 1.
 
-    Classes without images are logged: labels may start at 1. Raises ValueError if a label is
-    outside 0 … num_classes - 1, or if there are more than `MOST_CLASSES` classes.
+    Classes without images are logged, because labels may start at 1. Raises ValueError if a label
+    is outside 0 … num_classes - 1, or if there are more than `MOST_CLASSES` classes.
     """
     low, high = int(labels.min()), int(labels.max())
     count = num_classes or len(names) or high + 1
@@ -87,11 +87,11 @@ def check_labels(
 
 def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | None:
     """Return the label column of a table of the `datasets` library: the first named as in
-    `COLUMNS`, else the only column of class labels, else None. `used` are columns with other
-    contents.
+    `COLUMNS`, else the only column of class labels, else None. `used` has the columns with other
+    contents as keys; `name` is the data's, for the log.
 
     Columns that are not used are logged. Raises ValueError if several columns have class labels and
-    none is named so.
+    none is named as in `COLUMNS`.
     """
     import datasets
 
@@ -116,7 +116,7 @@ def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | N
 
 
 def label_text(content: bytes) -> str:
-    """Return the label in a shard's .cls file. Raises ValueError if the file is no text."""
+    """Return the label in a shard's .cls file. Raises ValueError if `content` is not text."""
     try:
         return content.decode().strip()
     except UnicodeDecodeError:

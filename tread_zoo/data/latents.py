@@ -53,7 +53,7 @@ def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LatentCodec(Codec):
-    """The codec of latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec`."""
+    """The codec for latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec`."""
 
     content: str  # samples, mean_logvar or mean_std
     flips: bool  # K is 2, and the second copy is of the mirrored image
@@ -65,7 +65,7 @@ class LatentCodec(Codec):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Everything that a model depends on, which the autoencoder's path is not."""
+        """What a checkpoint stores: all that a model depends on, so not the autoencoder's path."""
         return {
             "kind": "latents",
             "content": self.content,
@@ -113,7 +113,7 @@ class LatentCodec(Codec):
         return batch, channels // (1 if self.content == "samples" else 2), height, width
 
     def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
-        """Return the noise for moments; None for samples."""
+        """Return noise [B,C,h,w] to sample latents from moments; None if samples are stored."""
         if self.content == "samples":
             return None
         return generator.randn(*self.model_shape(stored)[1:])
@@ -126,7 +126,7 @@ class LatentCodec(Codec):
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return normalised latents; of moments, mean + std * noise."""
+        """Return normalised latents: for moments mean + std * noise, or the mean without noise."""
         stored = stored.to(device, non_blocking=True)
         chosen = stored[:, 0]
         if flip is not None:
@@ -137,13 +137,13 @@ class LatentCodec(Codec):
         return (z - _column(self.shift, z.device)) * _column(self.scale, z.device)
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
-        """Return decoded images."""
+        """Return the images uint8 [B,3,H,W] that the autoencoder decodes from model outputs x."""
         vae = self.autoencoder.to(device)
         parts = torch.split(self.to_latents(x), DECODE_BATCH)
         return torch.cat([to_uint8(vae.decode(z.to(device))).cpu() for z in parts])
 
     def to_latents(self, x: Tensor) -> Tensor:
-        """Return the autoencoder's latents, float32: z = x / scale + shift."""
+        """Return the autoencoder's latents for model outputs x, float32: z = x / scale + shift."""
         return x.float() / _column(self.scale, x.device) + _column(self.shift, x.device)
 
 
@@ -154,9 +154,9 @@ def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:
-    """Return the codec for an imported network on latents, scaled as the autoencoder `vae` does;
-    `vae=none` does not scale. Raises ValueError if the autoencoder has another number of channels.
-    """
+    """Return the codec for an imported network on latents of `num_channels` channels. Shift and
+    scale are those of the autoencoder `vae`; with `vae=none`, latents are not scaled. Raises
+    ValueError if the autoencoder has another number of channels."""
     shift, scale, metadata = 0.0, 1.0, None
     if vae != "none":
         decoder = load_vae(vae)
@@ -255,7 +255,7 @@ def _table_data(
     context: bool,
     codec: Codec,
 ) -> ImageData:
-    """Return the data of a table; `shape` is [C,H,W] of the model's input."""
+    """Return a table's data; `shape` is the model input's [C,H,W]. For the rest see `latents`."""
     metadata, contexts, names = table.metadata, None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
     if context and metadata["context"]:
@@ -285,7 +285,7 @@ def _table_data(
 def _normalize(
     normalization: str, metadata: dict[str, Any], vae: dict[str, Any] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return shift and scale, C numbers each, from the table's statistics or the autoencoder."""
+    """Return shift and scale, C numbers each, from a table's `metadata` or an autoencoder's."""
     mean = metadata["mean"]
     if normalization == "standardize":
         return tuple(mean), tuple(1.0 / value for value in metadata["std"])
@@ -298,8 +298,8 @@ def _normalize(
 
 
 def _open_table(path: str, cache: str | None, num_cached: int, *, pixels: bool) -> ArrowTable:
-    """Return a table. Raises ValueError if it holds latents where `pixels` are wanted, or pixels
-    where they are not."""
+    """Return the table at `path`. Raises ValueError if it holds latents and `pixels` is true, or
+    the reverse."""
     table = ArrowTable(path, cache, num_cached)
     if (table.metadata["content"] == "pixels") is not pixels:
         other = "latents" if pixels else "table"
@@ -320,7 +320,8 @@ class EncodedTable(TableDataset):
 
     @property
     def digest(self) -> str:
-        """A digest of the table itself; empty if its items are quick to read and compare."""
+        """A digest of a table in a bucket; empty for a table in a folder, whose items are quick to
+        read and compare."""
         return self.table.digest
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:
@@ -328,13 +329,13 @@ class EncodedTable(TableDataset):
         return self.table.order(self.rows, generator)
 
     def with_features(self) -> Self:
-        """Return the data set whose items have their features as a third part."""
+        """Return the same data set, but with an item's features as its third element."""
         part = copy.copy(self)
         part.reads_features = True
         return part
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Return (latent or image, label or context), with features as a third part if set."""
+        """Return (latent or image, label or context), then features if `reads_features` is set."""
         row, condition = int(self.rows[index]), int(self.labels[index])
         item: list[Any] = [self._read(self.column, row, self.shape, self.dtype), condition]
         if self.context is not None:

@@ -8,7 +8,7 @@ The order depends on (seed, epoch) alone. An item is corrupt if reading it raise
 So a batch is the same in a resumed run and in any worker.
 
 B batch, C channels, H height, W width. Contexts, float [T, S], take the place of labels; features
-[K, S, h, w] are a third part of an item.
+[K, S, h, w] are a third element of an item.
 """
 
 import functools
@@ -100,18 +100,18 @@ class CorruptItem:
 
     @property
     def line(self) -> str:
-        """The line of corrupt.txt: index, name and reason."""
+        """The item's line in corrupt.txt: index, name and reason."""
         reason = " ".join(self.reason.split())
         line = "\t".join((str(self.index), printable(self.name), printable(reason))) + "\n"
         return str(without_credentials(line))
 
 
 class Unavailable(OSError):
-    """Data that cannot be reached for now. The run ends: no other item takes their place."""
+    """Data cannot be reached for now. This ends the run: no other item takes their place."""
 
 
 def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptItem:
-    """Return an item, or a `CorruptItem` if it cannot be read."""
+    """Return item `index` of a data set, or a `CorruptItem` if it cannot be read."""
     try:
         item: tuple[Any, ...] = dataset[index]
     except Unavailable:
@@ -128,7 +128,7 @@ def warn_about(item: CorruptItem) -> None:
 
 
 class CorruptLog:
-    """The list of items of `parts` that cannot be read; too many of them end the run.
+    """The list of items that cannot be read in the data sets `parts`; too many of them end the run.
 
     Each process appends its corrupt items to the same file, a tab-separated line per item, and
     counts the distinct items in it, so no process waits for another. `max_share` is the fraction of
@@ -155,7 +155,7 @@ class CorruptLog:
         return {line.rpartition("\t")[0] for line in text.split("\n") if line.count("\t") == 2}
 
     def __call__(self, item: CorruptItem) -> None:
-        """Add an item, if it is new. Raises ValueError if there are too many."""
+        """Add an item to the list, if it is new. Raises ValueError if there are now too many."""
         items, name = self.items, item.line.rpartition("\t")[0]
         if name not in items:
             warn_about(item)
@@ -219,8 +219,8 @@ def prefetch_to_device(
 
 
 def read_items(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return (images [B,…], labels int64 [B]) of items, read in this process. Corrupt items are
-    replaced as in `make_loader`."""
+    """Return (images [B,…], labels int64 [B]) of the items `indices`, read in this process. Corrupt
+    items are replaced as in `make_loader`."""
     return next(_read_batches(dataset, [list(indices)], 0, 0))
 
 
@@ -273,7 +273,8 @@ def _read_batch(
 def _read_or_replace(
     dataset: Dataset[Any], seed: int, index: int, corrupt: list[CorruptItem]
 ) -> tuple[Any, ...] | None:
-    """Return item `index` or its replacement; corrupt items are appended to `corrupt`."""
+    """Return item `index` or, if it is corrupt, its replacement; None if MAX_TRIES items in a row
+    are corrupt. Corrupt items are appended to the list `corrupt`."""
     wanted = index
     for number in range(MAX_TRIES):
         item = read_item(dataset, wanted)

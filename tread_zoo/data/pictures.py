@@ -37,8 +37,9 @@ def open_picture(
 ) -> "Image.Image":
     """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded.
 
-    With `image_size` (H, W), a JPEG is decoded at a half, a quarter or an eighth of its size if no
-    side becomes shorter than that: much faster, and equal to `resize_and_crop` within rounding.
+    With `image_size` (H, W), a JPEG is decoded at a half, a quarter or an eighth of its size if
+    both sides stay as long as the longer one of `image_size`. This is much faster, and
+    `resize_and_crop` then gives the same within rounding.
     """
     from PIL import Image, ImageOps
 
@@ -57,9 +58,9 @@ def read_picture(
     background: Colour = WHITE,
     crop: Crop = "center",
 ) -> Tensor:
-    """Return the picture in a file, or in a file's content, as uint8 [C,H,W], resized and cropped
-    to `image_size` (H, W) if set. Transparent pixels show `background`. Raises ValueError if the
-    picture cannot be read."""
+    """Return the picture in a file, or in a file's content, as uint8 [C,H,W]. If `image_size` (H,
+    W) is set, it is resized, then cropped or padded as `crop` says. Transparent pixels show
+    `background`. Raises ValueError if the picture cannot be read."""
     from PIL import Image
 
     try:
@@ -86,8 +87,9 @@ def resize_and_crop(
     """Return `picture` resized to cover `size` (H, W), and its centre cropped. With a colour
     `border`, it is resized to fit into `size`, and surrounded by that colour.
 
-    Boxes are averaged first, as large a power of two as leaves no side too short; bicubic resizing
-    follows: no aliasing, little blur. A smaller picture is enlarged.
+    First, square boxes of pixels are averaged; their side is the largest power of two that leaves
+    no side too short. Bicubic resizing follows. This avoids aliasing and blurs little. A smaller
+    picture is enlarged.
     """
     from PIL import Image
 

@@ -72,8 +72,8 @@ def evenly_spaced(size: int, count: int | None) -> list[int]:
 
 
 def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
-    """Return the indices of `count` items, of which the i-th has label i mod num_classes, like
-    sample i. Without labels, they are evenly spaced. Items of small classes repeat."""
+    """Return the indices of `count` items of a data set, the i-th with label i mod num_classes, as
+    sample i has. Items of small classes repeat. Without labels, items are evenly spaced."""
     labels = getattr(part, "labels", None)
     if not num_classes or labels is None:
         return evenly_spaced(len(part), count)
@@ -88,8 +88,9 @@ def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
 
 
 def digest_items(dataset: Dataset[Any]) -> str:
-    """Return a digest of up to 32 evenly spaced items: four hex digits for each stored image and
-    its label, `----` for a corrupt one. Data sets that are slow to read have their own digest."""
+    """Return a digest of up to 32 evenly spaced items of a data set: four hex digits for each
+    stored image and its label, `----` for a corrupt one. Data sets that are slow to read have their
+    own digest."""
     if own := getattr(dataset, "digest", ""):
         return str(own)
     digests, stored = [], getattr(dataset, "stored", None)

@@ -74,7 +74,7 @@ class PictureTable(TableDataset):
         return image, as_context(row["context"], f"of {self.item_name(index)}", self.context)
 
     def caption(self, index: int) -> str:
-        """Return the caption of picture `index`, or "". Raises ValueError if it is no text."""
+        """Return the caption of picture `index`, or "". Raises ValueError if it is not a text."""
         return "" if self.captions is None else self.captions[int(self.rows[index])]
 
     def stored(self, index: int) -> bytes:
@@ -137,8 +137,9 @@ class Pictures:
         caption_column: str | None,
         caption_key: str = "",
     ) -> ImageData:
-        """Return the data of a training table and perhaps a test table. A row's picture is in the
-        first of `image_columns` that is not null; for `caption_key` see `Captions`."""
+        """Return the data of `tables`, a training table and perhaps a test table, under `name`. A
+        row's picture is in the first of `image_columns` that is not null; for `caption_key` see
+        `Captions`."""
         import datasets
         from PIL import ImageColor
 
@@ -276,7 +277,7 @@ class HuggingFace(Pictures):
 def _load_splits(
     path: str, config: str | None, split: str | None, held_out: float | None
 ) -> list["datasets.Dataset"]:
-    """Return the training split and, if there is one, the test split."""
+    """Return the training split and, if there is one and `held_out` is None, the test split."""
     import datasets
 
     saved = any(Path(path, name).exists() for name in ("dataset_dict.json", "state.json"))
@@ -336,8 +337,8 @@ class WebDataset(Pictures):
 
 
 def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
-    """Return the shards as a table with a column for each known kind of picture, and with labels as
-    texts. By itself, the library takes its columns from the first five samples alone."""
+    """Return the shards `files` as a table with a column for each known kind of picture, and with
+    labels as texts. By itself, the library takes its columns from the first five samples alone."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
     from datasets.packaged_modules.webdataset.webdataset import WebDataset as Reader
@@ -381,7 +382,8 @@ def _read_labels(
     num_classes: int | None,
     name: str,
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Return labels int64 [N] and class names; zeros and no names without labels."""
+    """Return labels int64 [N] and class names; without labels, zeros and (). For `name` and `used`
+    see `find_label_column`."""
     import datasets
 
     if column is None and num_classes != 0:
@@ -401,19 +403,19 @@ def _read_labels(
 
 
 def _picture(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row's first cell with a picture, or None."""
+    """Return the first cell of a row that has a picture, or None without any."""
     return next((cell for name, cell in row.items() if name != "context" and cell), None)
 
 
 def _source(row: dict[str, Any]) -> Any:
-    """Return the content of a row's picture, or its path, or None."""
+    """Return the content of a row's picture, or else its path; None without a picture."""
     cell = _picture(row)
     return cell and (cell["bytes"] or cell["path"])
 
 
 def _size_of(table: "datasets.Dataset", name: str) -> tuple[int, int]:
-    """Return (H, W) of up to 64 evenly spaced pictures. Those that cannot be opened are skipped
-    here, and reported in training.
+    """Return the size (H, W) that up to 64 evenly spaced pictures share. Pictures that cannot be
+    opened are skipped here, and reported in training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.

@@ -4,7 +4,8 @@
                                            end of the text
 
 So the context of the empty text is all zeros, which is what a network sees where the condition is
-dropped. Nothing is lost: the network's linear map and its learned positions could add W e("") back.
+dropped. Nothing is lost: if W is the network's linear map of embeddings, its learned positions
+could add W e("") back.
 
 Dimensions: B texts, T embeddings of width S.
 """
@@ -129,14 +130,14 @@ class Captions:
     """The captions of a table's rows, from its only column.
 
     A cell is a text, a list of texts, whose first is taken, {"path": …} of a text file, or JSON,
-    whose `key` is taken.
+    from which the value of `key` is taken.
     """
 
     table: "datasets.Dataset"
     key: str = ""
 
     def __getitem__(self, row: int) -> str:
-        """Return a row's caption; "" if it has none. Raises ValueError if it is no text."""
+        """Return the caption of a row; "" if it has none. Raises ValueError if it is not a text."""
         (value,) = self.table[row].values()
         if isinstance(value, dict):
             file = Path(value["path"])
@@ -154,7 +155,7 @@ def find_captions(
     table: "datasets.Dataset", name: str, column: str | None, used: Collection[str]
 ) -> str | None:
     """Return the name of a table's caption column: `column`, or the first named as in `COLUMNS`;
-    None without any. `used` are columns with other contents.
+    None without any. `used` are columns with other contents; `name` is the data's, for the log.
 
     The column is logged. Raises ValueError if there is no such column.
     """
@@ -171,7 +172,8 @@ def find_captions(
 def caption_shape(
     data: ImageData, encoder: TextEncoder, length: int | None, *, shown: bool = True
 ) -> tuple[int, int]:
-    """Return (T, S) of the contexts for the captions, and log how many captions are empty or cut.
+    """Return (T, S) of the contexts for the captions, and log how many captions are empty or cut
+    (at level DEBUG if not `shown`). For `length` see `with_contexts`.
 
     Raises:
         ValueError: there are no captions, or there are contexts already.
@@ -208,7 +210,8 @@ class CaptionedImages(Dataset[Any]):
 
     @property
     def digest(self) -> str:
-        """A digest of images and captions; contexts differ a little by hardware."""
+        """A digest of images and captions, but not of contexts, which differ a little by
+        hardware."""
         return "" if self.contexts is None else digest_items(replace(self, contexts=None))
 
     def __len__(self) -> int:
@@ -237,8 +240,8 @@ class CaptionedImages(Dataset[Any]):
 def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
     """Return data whose items have the contexts of their captions in the place of labels.
 
-    Contexts are computed on this process's device. They are kept in the cache folder, by captions,
-    encoder and length, for all processes of a machine and later runs.
+    Contexts are computed on this process's device. A file in the cache folder, named after
+    captions, encoder and shape, keeps them for all processes of a machine and for later runs.
 
     Args:
         data: images with captions.
@@ -274,7 +277,7 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
 
 
 def _caption(part: Any, index: int) -> str:
-    """Return a caption, or "" if it cannot be read; encoding the item will report that."""
+    """Return an item's caption, or "" if it cannot be read; reading the item will report that."""
     try:
         return str(part.caption(index))
     except ValueError:
@@ -282,7 +285,7 @@ def _caption(part: Any, index: int) -> str:
 
 
 def caption_key(table: "datasets.Dataset", wanted: str | None) -> str:
-    """Return the key of the captions in a table's column `json`: `wanted`, or one named as in
+    """Return the key under which a table's column `json` has captions: `wanted`, or one named as in
     `COLUMNS`; "" without any. Raises ValueError if `wanted` is not in the first row that has JSON.
     """
     rows = table["json"] if "json" in table.features else ()
@@ -298,7 +301,7 @@ def _object(text: str | None) -> dict[str, Any]:
 
 
 def _is_text(kind: Any) -> bool:
-    """Return whether a feature is a text, or a list of texts, or a text file's path."""
+    """Return whether a column of type `kind` has texts, lists of texts, or paths of text files."""
     if isinstance(kind, dict):
         return set(kind) == {"path"}
     return str(getattr(getattr(kind, "feature", kind), "dtype", "")) in ("string", "large_string")

@@ -43,7 +43,8 @@ class Vae:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Class, hash, sizes and factors, and the name it was loaded from."""
+        """Class, name that it was loaded from, hash of weights, channels of a latent, scale and
+        shift."""
         return {
             "class": self.kind,
             "name": self.name,
@@ -60,8 +61,8 @@ class Vae:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and logvar (None without a posterior), float32 [B,C,h,w], of images in
-        [-1, 1]. Grey images are repeated to three channels."""
+        """Return mean and logvar of the latents, float32 [B,C,h,w], for images in [-1, 1]; logvar
+        is None without a distribution. Grey images are repeated to three channels."""
         images = images.expand(-1, 3, -1, -1)
         if self.is_rae:  # takes [0, 1], and scales latents itself
             return self.network.encode((images + 1) / 2).latent.float() / self.scaling_factor, None
@@ -72,7 +73,7 @@ class Vae:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images float32 [B,3,H,W], approximately in [-1, 1], of latents [B,C,h,w]."""
+        """Return the images float32 [B,3,H,W], approximately in [-1, 1], for latents [B,C,h,w]."""
         scale = self.scaling_factor if self.is_rae else 1.0
         images: Tensor = self.network.decode(latents * scale).sample.float()
         return images * 2 - 1 if self.is_rae else images

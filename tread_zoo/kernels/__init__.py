@@ -1,4 +1,4 @@
-"""Operations, each in several forms of one signature.
+"""Operations, each in several forms: implementations with the same signature.
 
 A folder holds one operation: `naive.py` (the formula, also in float64), `torch_form.py` (fast plain
 torch), `triton_form.py` (our Triton kernels), `compiled_form.py` (C for a CPU, which `compiled.py`

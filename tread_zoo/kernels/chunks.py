@@ -1,4 +1,4 @@
-"""Helpers shared by the forms: types, segments, chunks.
+"""Helpers shared by the implementations: types, segments of equal ids, chunks of steps.
 
 Dimensions: B batch, L length, H heads, F features, T chunks of Q steps.
 """
@@ -22,12 +22,12 @@ def at_least_float32(*tensors: Tensor) -> torch.dtype:
 
 
 def segment_starts(segment_ids: Tensor) -> Tensor:
-    """Return bool [B, L]: where a segment begins, except at the first step of a row."""
+    """Return bool [B, L]: whether a step's id differs from the one before it (first step: no)."""
     return F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
 
 
 def reset(log_decay: Tensor, segment_ids: Tensor | None, value: float = -torch.inf) -> Tensor:
-    """Return log-decays [B, L, ...] with `value` where a segment begins."""
+    """Return log-decays [B, L, ...] with `value` where a segment begins, to forget the past."""
     if segment_ids is None:
         return log_decay
     starts = segment_starts(segment_ids)
@@ -66,7 +66,7 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
 
 
 def row_blocks(x: Tensor, num_values: int) -> list[slice]:
-    """Return slices of the batch to compute in turn: on a CPU, of about `num_values` values."""
+    """Return slices of x's rows to compute in turn; on a CPU, each of some `num_values` values."""
     num_rows = len(x)
     if x.device.type == "cpu":
         num_blocks = -(-x.numel() // num_values)
@@ -83,7 +83,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _solve_flops(
     a: tuple[int, ...], b: tuple[int, ...], *args: Any, left: bool = True, **kwargs: Any
 ) -> int:
-    """Return the FLOPs of a triangular solve: each entry sums over half of the steps on average."""
+    """Return the FLOPs of solving a x = b: each entry sums half of the steps on average."""
     return math.prod(b) * a[-1]
 
 

@@ -37,8 +37,8 @@ class CompiledSource:
 
     The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache), where it is
     called <file>-<sources, flags and CPU>-<checksum>.so. Loading a library runs its code: a folder
-    or file that another user owns or can write is not used, nor one behind a link. Without a
-    folder of that kind, the library is built in a temporary one at each start.
+    or file that another user owns or can write, or that is a link, is not used. Without a folder of
+    that kind, the library is built in a temporary one at each start.
     """
 
     device = "cpu"
@@ -61,8 +61,8 @@ class CompiledSource:
         return self._problem
 
     def share(self, name: str, *fields: Tensor | float | None, jobs: int) -> None:
-        """Call `name(struct of fields, first job, job after the last)` on as many threads as torch
-        has, each with its share of the jobs.
+        """Call the C function `name` with a struct of `fields`, its first job and the job after its
+        last, on as many threads as torch has, each with its share of the jobs.
 
         Raises:
             RuntimeError: there is no library.
@@ -191,7 +191,7 @@ def _pack(values: Iterable[Tensor | float | None]) -> bytes:
 
 
 def _describe_cpu() -> str:
-    """Return what `-march=native` depends on; the machine's name where that is unknown."""
+    """Return as text what `-march=native` depends on, or the machine's name if that is unknown."""
     try:
         text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
     except OSError:

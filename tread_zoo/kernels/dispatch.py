@@ -119,7 +119,7 @@ def register(
 
 
 def set_form(op: str, form: str) -> None:
-    """Make every later call of `op` use `form`; "auto" gives the choice back.
+    """Make every later call of `op` use the implementation `form`; "auto" chooses for each call.
 
     Raises:
         ValueError: for an unknown operation or form, or a form whose package is missing or broken.
@@ -137,7 +137,7 @@ def set_form(op: str, form: str) -> None:
 
 
 def set_forms(forms: Mapping[str, str]) -> None:
-    """Set the form of every operation; those that are not named get "auto".
+    """Set the implementation of every operation, by its name in `forms`; the others get "auto".
 
     Raises:
         ValueError: for an unknown operation or form, or a form whose package is missing or broken.
@@ -148,7 +148,7 @@ def set_forms(forms: Mapping[str, str]) -> None:
 
 @contextmanager
 def plain_forms() -> Iterator[None]:
-    """Run the torch form of every operation within the context, whatever is set."""
+    """Run every operation in its torch implementation within the context, whatever is set."""
     before = get_forms()
     for operation in OPERATIONS.values():
         operation.choice = TORCH
@@ -160,19 +160,19 @@ def plain_forms() -> Iterator[None]:
 
 
 def get_forms() -> dict[str, str]:
-    """Return the choice for each operation: "auto" or the name of a form."""
+    """Return the choice for each operation: "auto" or an implementation's name."""
     return {op: operation.choice for op, operation in OPERATIONS.items()}
 
 
 def list_forms(op: str) -> tuple[str, ...]:
-    """Return the names of the forms of `op`."""
+    """Return the names of the implementations of `op`."""
     if op not in OPERATIONS:
         raise unknown_name("op", op, OPERATIONS)
     return tuple(each.name for each in OPERATIONS[op].implementations)
 
 
 def get_implementation(op: str, name: str) -> Implementation:
-    """Return an implementation by its name."""
+    """Return the implementation of `op` that is called `name`."""
     return next(each for each in OPERATIONS[op].implementations if each.name == name)
 
 
@@ -235,7 +235,7 @@ def _difference_to_torch(
 
 
 def choose(op: str, device: torch.device, *args: Any) -> Implementation:
-    """Return the implementation that takes this call.
+    """Return the implementation that takes the call of `op` with `args` on `device`.
 
     Raises:
         ValueError: for a form set by hand that cannot take the call.
@@ -259,7 +259,7 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
 
 
 def run(op: str, *args: Any) -> Tensor:
-    """Return the result of the implementation that takes this call."""
+    """Return the result of `op` on `args`, from the implementation that takes this call."""
     return choose(op, args[0].device, *args).run(*args)
 
 
@@ -304,16 +304,17 @@ def describe(
     ops: Collection[str] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[str]:
-    """Return one line for each of `ops` (None: all): the form that runs on `device` in a
-    precision, and the reasons against others. The form is compared first."""
+    """Return a line for each of `ops` (None: all): the implementation that runs on `device` in the
+    precision `dtype`, and the reasons against others. Implementations that were not yet compared
+    with torch's are compared first."""
     return [
         f"{op}: {_describe(op, device, dtype)}" for op in OPERATIONS if ops is None or op in ops
     ]
 
 
 def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the form that "auto" takes on a device, after those with limits, and the reasons
-    against earlier ones."""
+    """Return the implementation of `op` that takes all calls on a device, preceded by those that
+    take some, and the reasons against others."""
     if OPERATIONS[op].choice != AUTO:
         return f"{OPERATIONS[op].choice} (set by hand)"
     limited, reasons = "", []

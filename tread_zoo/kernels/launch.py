@@ -23,7 +23,7 @@ def launch(
     *args: Any,
     **options: Any,
 ) -> None:
-    """Run the Triton kernel `kernel` of `module`, once for each point of `grid`.
+    """Run the Triton kernel called `kernel` in `module` on `args`, once for each point of `grid`.
 
     The first launch of a module is logged, as compilation takes seconds unless Triton has cached
     it.

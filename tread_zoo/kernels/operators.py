@@ -33,7 +33,7 @@ def make_operator(
 
     Args:
         name: the operator's name.
-        forward, backward: see above; forward's annotations are the schema, without defaults.
+        forward, backward: see the module. Forward's annotations, without defaults, are the schema.
             Arguments that are not tensors come last. Neither function changes its arguments.
         empty: (*args) -> uninitialised outputs of `forward`.
         flops: (*shapes of the arguments) -> FLOPs of forward and of backward.

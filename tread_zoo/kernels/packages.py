@@ -17,7 +17,7 @@ PREBUILT = {
 
 
 class LibraryFunction:
-    """A function of an optional module, with that function's signature.
+    """A callable that stands for a function of an optional module, imported at its first use.
 
     Args:
         module, name: where the function is.

@@ -1,7 +1,7 @@
 """The recurrence of linear attention and of delta rules in C for a CPU: one operator for them all.
 
-`recurrence.c` has the formula. Autograd keeps the inputs, u, and the states before every SPAN
-steps. Sums and states are float32; inputs of another type are converted.
+`recurrence.c` has the formula, with u_t = S_{t-1}ᵀ a_t. Autograd keeps the inputs, u, and the
+states S before every SPAN steps. Sums and states are float32; inputs of another type are converted.
 
 Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
@@ -74,8 +74,8 @@ def _run(inputs: Any, segment_ids: Tensor | None, scale: float, *memory: Tensor 
 
 
 def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[int, int]:
-    """Return the FLOPs of the torch form, forward and backward. Forward counts the products for W,
-    for W v, and into and out of the states; backward is twice as much."""
+    """Return the FLOPs of linear attention's torch form, forward and backward. Forward counts the
+    products for its W, for W v, and into and out of the states; backward is twice as much."""
     (batch, length, heads, width), size = q, v[3]
     steps = power_of_two(length, CHUNK)
     rows, num_chunks = batch * heads, -(-length // steps)
@@ -85,8 +85,9 @@ def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[in
 
 
 def _delta_rule_flops(q: Sizes, v: Sizes, by_channel: bool) -> tuple[int, int]:
-    """Return the FLOPs of the torch form, forward and backward: products of pairs of steps, of T
-    with keys and values, of v' for o and for the state, and with the state; and the inverses."""
+    """Return the FLOPs of the gated delta rule's torch form, forward and backward, in its symbols:
+    products of pairs of steps, of T with keys and values, of v' for o and for the state, and with
+    the state; and the inverses."""
     (batch, length, heads, size), width = q, v[3]
     steps = max(2, power_of_two(length, CHUNK))
     chunks, square = -(-length // steps), steps * steps
@@ -100,8 +101,8 @@ def _delta_rule_flops(q: Sizes, v: Sizes, by_channel: bool) -> tuple[int, int]:
 
 
 def _low_rank_flops(q: Sizes, v: Sizes) -> tuple[int, int]:
-    """Return the FLOPs of the torch form, forward and backward: products of pairs of steps, of
-    values and of states, the solutions for values and states, and the inverses."""
+    """Return the FLOPs of the DPLR delta rule's torch form, forward and backward: products of pairs
+    of steps, of values and of states, the solutions for values and states, and the inverses."""
     (batch, length, heads, size), width = q, v[3]
     chunks = -(-length // CHUNK)
     steps = -(-length // chunks)
@@ -115,7 +116,7 @@ def _low_rank_flops(q: Sizes, v: Sizes) -> tuple[int, int]:
 def _flops(
     q: Sizes, k: Sizes, v: Sizes, a: Sizes | None, b: Any, beta: Any, log_decay: Sizes, *rest: Any
 ) -> tuple[int, int]:
-    """Return the FLOPs of the torch form of the operation, forward and backward."""
+    """Return the torch form's FLOPs, forward and backward, for the operation of these inputs."""
     if a is not None:
         return _low_rank_flops(q, v)
     if beta is not None:

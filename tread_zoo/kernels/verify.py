@@ -21,7 +21,7 @@ class Difference(NamedTuple):
 def compare(
     run: Callable[..., Tensor], truth: Callable[..., Tensor], args: Sequence[Any]
 ) -> Difference:
-    """Return how far `run` is from `truth` on `args`, relative to the largest value.
+    """Return how far the results of `run` are from those of `truth` on `args`.
 
     The floating tensors among the arguments are differentiated. Autocast, no_grad and hooks on
     saved tensors around the call have no effect.

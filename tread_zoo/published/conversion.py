@@ -66,7 +66,7 @@ def import_checkpoint(
         out: a run folder without checkpoints.
         format: a name in `FORMATS`.
         objective: the training objective, if the project has several; None: its usual one.
-        num_heads: number of attention heads, which tensors do not show; None: as in the published
+        num_heads: number of attention heads, which no tensor shows; None: as in the published
             sizes.
         num_classes: number of classes; None: rows of the label table minus one for the null label.
         drop_unknown: leave out tensors that our network does not have; else they are an error.
@@ -120,7 +120,7 @@ def import_checkpoint(
 def _convert(
     theirs: Tensors, format: str, num_heads: int | None, num_classes: int | None, drop_unknown: bool
 ) -> tuple[Backbone, Tensors, list[str]]:
-    """Return our backbone on the meta device, its converted tensors, and notes for the user."""
+    """Return our backbone on the meta device, its tensors from `theirs`, and notes for the user."""
     form = FORMATS[format]
     _check_format(theirs, format)
     backbone = build(form, form.keywords(theirs, num_heads, num_classes))
@@ -160,8 +160,8 @@ def _convert(
 
 
 def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
-    """Return the network on the meta device. It is named after the preset with these sizes; if
-    there is none, after the smallest preset."""
+    """Return our network on the meta device. Its name is that of the preset with the sizes in
+    `keywords` or, if there is none, of the smallest preset."""
     name = f"{form.backbone}_tiny"
     names = list_backbones(f"{form.backbone}_*")
     for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
@@ -175,7 +175,7 @@ def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
 
 
 def recognize(theirs: Tensors) -> list[str]:
-    """Return the formats that fit the tensors; DiT, SiT and TREAD cannot be told apart."""
+    """Return the formats that fit a file's tensors; DiT, SiT and TREAD cannot be told apart."""
     return [name for name, form in FORMATS.items() if not form.missing_marks(theirs)]
 
 
@@ -191,8 +191,8 @@ def _check_format(theirs: Tensors, name: str) -> None:
 
 
 def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: bool) -> list[str]:
-    """Return the names in `theirs` that none of our tensors uses. Raises CheckpointError if names
-    are missing or, without `drop_unknown`, if there are such names."""
+    """Return the names in `theirs` that are not in `wanted`. Raises CheckpointError if wanted names
+    are missing, or if there are others and `drop_unknown` is false."""
     missing, unknown = sorted(wanted - theirs.keys()), sorted(theirs.keys() - wanted)
     if missing or (unknown and not drop_unknown):
         raise CheckpointError(
@@ -215,7 +215,8 @@ def _check_shapes(state: Tensors, ours: Tensors, sources: dict[str, tuple[str, .
 
 
 def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
-    """Return the largest difference of two tables; raise CheckpointError if it exceeds rounding."""
+    """Return the largest difference of `theirs` from `ours`, a table that our network computes.
+    Raises CheckpointError if it exceeds rounding."""
     same_shape = theirs.shape == ours.shape
     gap = float((theirs.float() - ours).abs().max()) if same_shape else float("inf")
     if gap > _TABLE_TOLERANCE:
@@ -227,7 +228,7 @@ def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
 
 
 def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[str]:
-    """Yield notes for the user on what the tensors do not show."""
+    """Yield notes for the user on what an imported file's tensors do not show."""
     published = list_backbones(f"{FORMATS[format].backbone}_*_[0-9]")
     if backbone.name not in published:
         sizes = f"depth={backbone.num_blocks}, hidden_size={backbone.config['hidden_size']}"

@@ -18,7 +18,7 @@ def export_checkpoint(
 ) -> Path:
     """Return `out`, with a checkpoint's weights written to it under the names of `format`.
 
-    An imported file is exported with the same names, shapes and bits, in float32.
+    Exporting what was imported gives the same names, shapes and, in float32, bits.
 
     Args:
         folder: a run or one checkpoint.

@@ -51,7 +51,7 @@ def stack(*tensors: Tensor) -> Tensor:
 
 
 def stack_flat(*tensors: Tensor) -> Tensor:
-    """Return vectors stacked without their axes of 1: [1, 1, D], … -> [n, D]."""
+    """Return vectors stacked, without their axes of length 1: [1, 1, D], … -> [n, D]."""
     return torch.stack(tensors).flatten(1)
 
 
@@ -122,12 +122,12 @@ class CheckpointFormat:
     zero_without_labels: str | None = None
 
     def objective(self, backbone: Backbone, name: str) -> dict[str, Any]:
-        """Return an objective as a mapping with its name and all options."""
+        """Return the training objective `name` as a mapping with its name and all options."""
         options = self.objective_options(backbone) if name == self.objectives[0] else {}
         return complete("objective", {"name": name, **options})
 
     def fixed(self, backbone: Backbone) -> Tensors:
-        """Return their tensors that our network computes instead of storing."""
+        """Return by name the tensors in their file that our network computes instead of storing."""
         if "positions" in self.names:
             return self.tables(backbone)
         sines = sincos_2d(backbone.config["hidden_size"], backbone.grid)
@@ -157,8 +157,8 @@ class CheckpointFormat:
     def keywords(
         self, theirs: Tensors, num_heads: int | None = None, num_classes: int | None = None
     ) -> dict[str, Any]:
-        """Return our constructor's keywords for a network of the same sizes. Inconsistent sizes
-        show up later as different shapes."""
+        """Return our constructor's keywords for a network of the sizes of `theirs`. Sizes that do
+        not agree show up later as different shapes."""
         width, channels, patch_size, _ = theirs[f"{self.names['patch_embed']}.weight"].shape
         if num_classes is None:  # the last row is the null label; ImageNet's may be missing
             rows = len(theirs.get(f"{self.names['label_embed.table']}.weight", ()))
@@ -187,7 +187,7 @@ class CheckpointFormat:
         return keywords
 
     def rule(self, ours: str, blocks: list[str]) -> tuple[tuple[str, ...], TensorRule]:
-        """Return the names of their tensors that make up ours, and the function that makes it.
+        """Return the names of their tensors that make up one of ours, and the function for it.
 
         Args:
             ours: a name in our state dict.

@@ -48,7 +48,7 @@ def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Return a text with the first names and the number of others."""
+    """Return a text with the first 20 names and the number of others."""
     names = list(names)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

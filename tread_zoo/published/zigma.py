@@ -1,4 +1,4 @@
-"""CompVis/zigma: layer i scans serpentine i mod 8, which tensors do not show.
+"""CompVis/zigma: layer i scans along serpentine curve i mod 8, which tensors do not show.
 
 Its time has data at 1 and its velocity points to the data, as in SiT: see `dit`.
 """

@@ -6,7 +6,7 @@
         ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
         ema_0.1.safetensors     which are also saved in <run>/ema_snapshots/step_…
         alignment.safetensors   weights that an alignment trains, if there is one
-        optimizer.safetensors   state of the optimizer, `<parameter>|<name>`
+        optimizer.safetensors   state of the optimizer, keys `<parameter>|<name>`
         checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
                                 and of the metadata itself
 
@@ -92,11 +92,11 @@ class Checkpoint:
             return make_config(**{**self.meta["config"], "tracker": "local"})
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
+        """Return the weights `model`, `ema` or `ema:<width>`, or the state `optimizer`, on the CPU.
 
         Raises:
             CheckpointError: the checkpoint has no such part; an imported one may only have `ema`.
-            ValueError: this width cannot be computed from the run's snapshots.
+            ValueError: the average of this width cannot be computed from the run's snapshots.
         """
         if (only := self.meta.get("weights")) is not None:  # a pushed folder has one network
             if part != only:
@@ -140,14 +140,14 @@ def save_checkpoint(
     keep: int,
     kind: str = "checkpoints",
 ) -> Path:
-    """Write the checkpoint of `meta["step"]` and return its folder.
+    """Write `parts`, tensors by file name, as the checkpoint of `meta["step"]`; return its folder.
 
     Args:
         keep: number of newest checkpoints to keep; 0 keeps all.
         kind: `checkpoints`, or `SNAPSHOTS` for averages only.
 
     Raises:
-        CheckpointError: it could not be written; older ones are intact.
+        CheckpointError: it could not be written; older checkpoints are intact.
     """
     folder = run_dir / kind
     final = folder / f"step_{meta['step']:08d}"
@@ -182,8 +182,8 @@ def save_checkpoint(
 
 
 def find_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at `path`, the folder of a checkpoint or of a run (its newest intact
-    checkpoint) or a folder from tread-zoo push.
+    """Return the checkpoint at `path`: the folder of a checkpoint, of a run, whose newest intact
+    checkpoint is taken, or from tread-zoo push.
 
     A `path` that does not exist may be the name of a network that comes with the package, or
     `user/name` on the hub, which is downloaded to runs/user/name: two files, no code.
@@ -250,7 +250,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def data_metadata(data: ImageData) -> dict[str, Any]:
-    """Return the metadata of the data, for checkpoints and `facts.json`."""
+    """Return the metadata that describe the training data, for checkpoints and `facts.json`."""
     metadata: dict[str, Any] = {
         "name": data.name, "image_size": list(data.image_size), "channels": data.channels,
         "num_classes": data.num_classes, "num_images": len(data.train),  # type: ignore[arg-type]
@@ -325,7 +325,7 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Load the checkpoint's `part` into `network`, whose keys and shapes must be the same."""
+    """Load a checkpoint's weights `part`, such as `ema`, into a network with the same names."""
     load_tensors(network, checkpoint.tensors(part), checkpoint.path)
 
 

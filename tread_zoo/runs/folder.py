@@ -42,7 +42,7 @@ STATE = "data", "images_per_step", "seconds", "optimizer", "scaler"  # in checkp
 def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None]:
     """Return the configuration of a run, and the checkpoint that it continues from or None.
 
-    A run that continues keeps its settings, except for `fields`. Nothing is written.
+    `fields` are the given settings. A run that continues keeps all others. Nothing is written.
 
     Raises:
         ValueError: the folder contains files that may not be replaced, or the checkpoint is past
@@ -92,8 +92,9 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
 
 
 def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved settings of a run, changed by the given ones. A part with a new name drops
-    its old options; `auto` for steps or learning rate keeps the saved values."""
+    """Return the settings `saved` of a run, changed by `given`. If a backbone, sampler or the like
+    gets another name, its saved options are dropped. Where the number of steps or the learning rate
+    is `auto`, the saved value is kept."""
     merged = dict(saved)
     for field, value in given.items():
         before = saved.get(field)
@@ -132,7 +133,7 @@ def _check_free(config: RunConfig) -> None:
 
 @contextmanager
 def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Callable[[], Path]]:
-    """Lock the run's folder for the main process, and move a run to be overwritten aside.
+    """Lock the run's folder for the main process; with `overwrite`, move an earlier run aside.
 
     Yields:
         A function that returns the folder, and raises `ValueError` if the locked folder was removed
@@ -201,6 +202,6 @@ def _is_there(file: Path, expected: os.stat_result) -> bool:
 
 
 def _entries(folder: Path) -> list[str]:
-    """Return the names in a folder without hidden ones; empty if there is no folder."""
+    """Return the names in a folder, sorted and without hidden ones; empty if there is no folder."""
     paths = folder.iterdir() if folder.exists() else ()
     return sorted(path.name for path in paths if not path.name.startswith("."))

@@ -53,7 +53,7 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
 
 
 def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
-    """Return a backbone with its weights (for a run: averaged ones), on the CPU, in eval mode.
+    """Return a backbone with its weights (a run's averaged ones), on the CPU, in eval mode.
 
     Args:
         path: a folder from `save_pretrained` or tread-zoo push, a run's folder (its newest
@@ -63,7 +63,7 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
 
     Raises:
         OSError: there is no such network.
-        CheckpointError: the network is damaged; for a run, all checkpoints are.
+        CheckpointError: the network, or every checkpoint of the run, is damaged.
         ValueError: a plug-in of the network is not loaded.
     """
     folder = find_folder(Path(path), revision=revision)
@@ -76,14 +76,14 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
 
 
 def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
-    """Upload the files of `save_pretrained` as `user/name`, and return the address."""
+    """Upload the files of `save_pretrained` as `repo`, `user/name`, and return the address."""
     with TemporaryDirectory() as folder:
         return upload(save_pretrained(backbone, folder), repo, private=private)
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
-    """Return `folder` after writing a network's two files to it. It must not be a run's. The
-    weights' checksum is added to the metadata."""
+    """Return `folder` after writing a network's weights and metadata to it as the two files. The
+    weights' checksum is added to the metadata. Raises ValueError for the folder of a run."""
     if (folder / "checkpoints").exists():
         raise ValueError(f"{folder} is the folder of a run: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,9 +95,9 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
 
 
 def find_folder(path: Path, *, revision: str | None = None, into: Path | None = None) -> Path:
-    """Return the folder of a network: `path` if it exists, or that of a network that comes with the
-    package, or one with the two files of `user/name` on the hub, which is `into` or in the hub's
-    cache.
+    """Return the folder of a network: `path` if it exists, or else the folder of the package's own
+    network of that name. Otherwise `path` is `user/name` on the hub: the two files are downloaded
+    to `into` or, if that is None, to the hub's cache.
 
     Raises:
         OSError: the download fails, or `path` is not a hub name: it begins with `runs/`, or `user`
@@ -129,7 +129,7 @@ def find_folder(path: Path, *, revision: str | None = None, into: Path | None = 
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload all files of a folder as `user/name`, and return the address.
+    """Upload all files of a folder as `repo`, `user/name` on the hub, and return the address.
 
     Raises:
         ValueError: a text file contains credentials.

@@ -3,8 +3,8 @@
 The backbone is the checkpoint's, except for what the run sets: options that differ from their
 defaults and, if it names another backbone than the default one, the sizes that the name stands for.
 Weights are matched by name. If the condition or the number of outputs differs, the layers that
-depend on it start fresh, and so do fusions and mask tokens that the checkpoint lacks. All other
-weights must fit.
+depend on it start fresh, and so do a routing method's own weights that the checkpoint lacks. All
+other weights must fit.
 """
 
 import json
@@ -33,8 +33,8 @@ _MOST_LISTED = 6
 
 
 def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Return the fields of a run with the backbone of its `init_from`, and that checkpoint. Without
-    `init_from`, return the fields unchanged and None.
+    """Return the settings `fields` of a run, with the backbone of the checkpoint that `init_from`
+    names, and that checkpoint. Without `init_from`, return the settings unchanged and None.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or another architecture is chosen.
@@ -57,7 +57,7 @@ def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
 
 
 def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
-    """Return the checkpoint of `init_from` or, for a resumed run, that run's own checkpoint."""
+    """Return the checkpoint that `init_from` names or, for a resumed run, that run's own."""
     place, resume = fields["init_from"], fields.get("resume")
     if resume is not None:
         folder = Path(run_dir if resume in ("latest", "auto") else resume)
@@ -79,7 +79,7 @@ def _backbone_of(source: Checkpoint) -> dict[str, Any]:
 
 
 def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
-    """Return the source's backbone with the options that `config` sets."""
+    """Return the setting `backbone` of `source`, changed by the options that `config` sets."""
     name, given = config.backbone["name"], config.as_dict()["backbone"]
     entry, before = get_entry("backbone", name), _backbone_of(source)
     defaults = json.loads(json.dumps(entry.defaults()))
@@ -95,7 +95,7 @@ def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
 
 
 def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
-    """Load the averaged weights of `source`, and return a line about what was loaded.
+    """Load averaged weights of `source` into `backbone`; return a text that says what was loaded.
 
     Raises:
         CheckpointError: the weights that must match do not; the error names the settings.
@@ -118,8 +118,8 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
 
 
 def _check_body(source: Checkpoint, backbone: Backbone) -> None:
-    """Check that the checkpoint's network has this network's shapes, except for the head and the
-    condition."""
+    """Raise a `CheckpointError` unless the checkpoint's network has the shapes of this one. Only
+    the shapes that depend on the condition or on the number of outputs may differ."""
     described, config = source.meta["backbone"], backbone.config
     ends = {
         "num_classes": backbone.num_classes,
@@ -149,7 +149,7 @@ def _shapes(backbone: Backbone) -> dict[str, torch.Size]:
 
 
 def _layers(names: Iterable[str]) -> str:
-    """Return the first few layers that some tensors belong to, as text."""
+    """Return as text the first few layers to which the tensors called `names` belong."""
     layers = sorted({name.rpartition(".")[0] or name for name in names})
     return ", ".join([*layers[:_MOST_LISTED], *(["…"] if len(layers) > _MOST_LISTED else [])])
 

@@ -43,8 +43,8 @@ def _digest(metadata: Mapping[str, Any]) -> str:
 def as_checkpoint_error(
     path: Path, claim: str, remedy: str = "Use another checkpoint, or download or train it again."
 ) -> Iterator[None]:
-    """Turn any error about a checkpoint's content into a `CheckpointError` of one line: path,
-    `claim`, reason, `remedy`."""
+    """Turn any error raised in the context, about a checkpoint's content, into a `CheckpointError`
+    of one line: path, `claim`, reason, `remedy`."""
     try:
         yield
     except CheckpointError:
@@ -58,8 +58,8 @@ def as_checkpoint_error(
 def read_metadata(
     folder: Path, name: str = META_NAME, *only: str, snapshot: bool = False
 ) -> dict[str, Any]:
-    """Return the metadata in a checkpoint's file `name` after verifying all of its files, or only
-    the files `only`. A network that was saved alone has no `format`.
+    """Return the metadata in a checkpoint's file `name`, once the checksums of all its files, or
+    only of the files `only`, agree. A network that was saved alone has no `format`.
 
     Args:
         snapshot: the folder is a snapshot of averages, without a description of the network.
@@ -88,8 +88,9 @@ def read_metadata(
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:
-    """Return the newest intact checkpoint of a run and its metadata. If none is intact, raise the
-    oldest one's `CheckpointError`."""
+    """Return folder and metadata of the newest intact checkpoint among `folders`, which ascend by
+    step. If none is intact, raise the oldest one's `CheckpointError`. For `only` see
+    `read_metadata`."""
     for folder in reversed(folders[1:]):
         try:
             return folder, read_metadata(folder, META_NAME, *only)

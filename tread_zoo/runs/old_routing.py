@@ -1,4 +1,4 @@
-"""Conversion of earlier versions' routing, a single set of options, to today's tread or sprint.
+"""Conversion of earlier versions' routing, one set of options, to the methods tread and sprint.
 
 rejoin=replace                                     tread
 rejoin=project bypassed=… path_drop_probability=…  sprint
@@ -66,8 +66,8 @@ def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a run with today's names of settings, and without removed ones
-    that had no effect."""
+    """Return the configuration of a run with today's names of settings. Settings that no longer
+    exist are removed if they had no effect."""
     for kind, old, new in _RENAMED:
         part = config.get(kind, {})
         if old in part:
@@ -82,7 +82,7 @@ def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove_options(options: dict[str, Any], name: str) -> None:
-    """Remove the options of a part that no longer exist, where they had no effect."""
+    """Remove options of a part, such as a backbone, that no longer exist and had no effect."""
     for beginning, removed in _REMOVED.items():
         for option, usual in removed.items() if name.startswith(beginning) else ():
             if options.get(option) == usual:

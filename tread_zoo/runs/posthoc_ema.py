@@ -1,8 +1,9 @@
 """Post-hoc EMA: averaged weights of any width, computed from the snapshots of a run.
 
 Two widths are tracked and stored; any other is a linear combination of their snapshots, by least
-squares on the profiles over time (EDM2, arXiv 2312.02696, appendix C). Here the coefficients must
-sum to 1, which removes most of the error. `tread_zoo.training.ema` defines the profiles.
+squares on the profiles, the weights over time (EDM2, arXiv 2312.02696, appendix C). Here the
+coefficients must sum to 1, which removes most of the error. `tread_zoo.training.ema` defines the
+profiles.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ LARGEST_MISFIT = 0.1
 
 
 def width_to_exponent(width: float) -> float:
-    """Return p of the profile with this relative width, from width^2 = p / ((p + 1)^2 (p + 2)).
+    """Return the exponent p of a profile by its width: width^2 = p / ((p + 1)^2 (p + 2)).
 
     Raises:
-        ValueError: the width is not below 0.288, the width of the mean over all steps (p = 1).
+        ValueError: the width is not between 0 and 0.288, that of the mean over all steps (p = 1).
     """
     if not 0 < width < 12**-0.5:
         raise ValueError(
@@ -29,12 +30,12 @@ def width_to_exponent(width: float) -> float:
 
 
 def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
-    """Return coefficients [n, tracked widths], float64. With these, averages stored at n ascending
-    steps add up to an average of `width` at the last step.
+    """Return coefficients [n, tracked widths], float64. Multiplied by them, the averages that were
+    stored at n ascending `steps` add up to an average of `width` at the last step.
 
     Raises:
         ValueError: the combined profile differs from the wanted one by more than `LARGEST_MISFIT`
-            (relative L2), or there is no such width.
+            (relative L2), or `width` is impossible.
     """
     times = np.repeat(np.array(steps) / steps[-1], len(TRACKED_WIDTHS))
     powers = np.tile(
@@ -60,7 +61,8 @@ def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
 
 
 def _inner(t_a: Any, p_a: Any, t_b: Any, p_b: Any) -> Any:
-    """Return the integral of the product of two profiles."""
+    """Return the integral over time of the product of two profiles, a and b, which end at times t_a
+    and t_b and have the exponents p_a and p_b."""
     early, late = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
     p_late = np.where(t_a <= t_b, p_b, p_a)
     return p_a * p_b / (p_a + p_b - 1) * (early / late) ** (p_late - 1) / late

@@ -50,9 +50,9 @@ class Restored:
         return dict(self.checkpoint.meta["config"])
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
-        """Return the run's sampling options, changed by all given values that are not None. If the
-        `name` changes, options that both parts have are kept. For a run without guidance, a scale
-        alone means classifier-free guidance.
+        """Return the run's sampling options, changed by all given values that are not None. A
+        sampler or guidance of another `name` keeps those of the run's options that it also has. For
+        a run without guidance, a scale alone means classifier-free guidance.
 
         Raises:
             ValueError: a name or field is unknown, or the options do not fit the network.
@@ -90,7 +90,7 @@ class Restored:
         return tuple(self.checkpoint.data.get("class_names", ()))
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
-        """Return the training data with some options changed; it must match the checkpoint."""
+        """Return the training data with changed options, checked to match the checkpoint's."""
         if not self.checkpoint.data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported and names no data to compare with. Sample "
@@ -103,8 +103,9 @@ class Restored:
     def codec(self, vae: str | None) -> Codec:
         """Return the codec that decodes the network's samples into images.
 
-        vae: path of the autoencoder, required for an imported network on latents. None: the run's
-        autoencoder; `none`: do not decode latents.
+        vae: path of the autoencoder that decodes latents, or `none` to leave them as they are.
+        None: the run's autoencoder; for an imported network, the same as `none`. Raises ValueError
+        if it is set for a network on pixels.
         """
         data = self.checkpoint.data
         if "codec" in data:
@@ -144,7 +145,7 @@ class Restored:
 
 
 def restore(path: str | Path, *, weights: str, device: str, precision: str) -> Restored:
-    """Return the checkpoint at `path`, ready to sample.
+    """Return the network of the checkpoint at `path` and what belongs to it, ready to sample.
 
     Args:
         path: see `find_checkpoint`.
@@ -169,8 +170,8 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one. It
-    must have the same data and objective as `backbone`."""
+    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one.
+    Raises ValueError if it was trained on other data or with another objective than `backbone`."""
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None
@@ -180,8 +181,9 @@ def load_weak(
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options `part` with all `changes` that are not None. If the `name` changes, only
-    options that both parts have are kept."""
+    """Return the options `part` of a sampler or of guidance (`kind`), with all `changes` that are
+    not None. If these change the `name`, the other options of `part` are kept only if what is newly
+    named also has them."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

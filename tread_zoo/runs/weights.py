@@ -17,7 +17,7 @@ _MOST_NAMED = 6
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint's safetensors file, on the CPU.
+    """Return the tensors in a checkpoint's file `name`, under today's names, on the CPU.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -29,7 +29,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 def build_network(
     metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
 ) -> Backbone:
-    """Return the backbone that a checkpoint's metadata describe, with these weights, in eval mode.
+    """Return the backbone that `metadata` describe, with the weights `tensors`, in eval mode.
 
     Raises:
         CheckpointError: the weights do not fit the backbone, or are not finite.
@@ -43,7 +43,7 @@ def build_network(
 
 
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load the weights of the checkpoint at `path` into a network with the same names and shapes.
+    """Load `tensors` of the checkpoint at `path` into a network with the same names and shapes.
 
     Raises:
         CheckpointError: the weights do not fit, or are not finite.

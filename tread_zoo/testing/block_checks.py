@@ -19,8 +19,8 @@ NUM_TARGETS = 6
 
 @torch.no_grad()
 def check_skips_carry_their_tokens(probe: Probe) -> None:
-    """A skip holds, for each token of its consumer, that token's state after the producer. If the
-    token bypassed the producer, it is the state from the start of the route."""
+    """A long skip gives each token of the later block that token's state after the earlier block.
+    If the token bypassed the earlier block, it is the state from the start of the route."""
     backbone = probe.build()
     depth, inputs = backbone.num_blocks, probe.inputs()
     if not backbone.skips:
@@ -69,8 +69,8 @@ def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
 @torch.no_grad()
 def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
     """A block that is called again, out of order, with a new layout and condition, has the same
-    output. So it hides no skip in the network, the layout's cache or the condition, where the end
-    of a route would miss it. Blocks and forward do not change their inputs."""
+    output. So no block hides a long skip in the network, the layout's cache or the condition, where
+    the end of a route would not find it. Blocks and `forward` do not write into their inputs."""
     backbone, inputs = probe.build(), probe.inputs()
     route = probe.route(backbone)
     tensors = [v for v in (*inputs, route.ids) if v is not None]
@@ -112,8 +112,8 @@ def check_blocks_are_called_as_modules(probe: Probe) -> None:
 
 
 def check_scan_order_is_the_dense_one(probe: Probe) -> None:
-    """If token a reaches b in a dense block, but b does not reach a, then b does not reach a in a
-    routed block: the order of a subset is the full order without the missing tokens."""
+    """If token a affects b in an unrouted block, but b does not affect a, then b does not affect a
+    in a routed block: the order of a subset is the full order without the missing tokens."""
     backbone = probe.build()
     inputs = probe.inputs(batch=1)
     route = probe.route(backbone, rate=0.5, batch=1)
@@ -134,7 +134,7 @@ def check_scan_order_is_the_dense_one(probe: Probe) -> None:
 
 
 def _rows(backbone: Backbone, route: Select | None, batch: int) -> Tensor:
-    """Return the rows of a full stream that a block gets, int64 [B, L]."""
+    """Return which tokens of a full sequence a block inside `route` gets, int64 [B, L]."""
     extra = backbone.num_extra_tokens
     ids = torch.arange(backbone.num_tokens).expand(batch, -1) if route is None else route.ids
     return torch.cat([torch.arange(extra).expand(batch, -1), ids + extra], dim=1)
@@ -145,8 +145,9 @@ def _wide(rows: Tensor, stream: Tensor) -> Tensor:
 
 
 def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:
-    """Return the gradients [P, P] of a block's output token p with respect to input token p',
-    relative to the largest one."""
+    """Return how strongly each of P input tokens, at `places` among the grid's tokens present,
+    affects each of the same P output tokens of a block, [P out, P in]: sums of absolute gradients,
+    relative to the largest over all input tokens."""
     streams = tuple(s.detach().requires_grad_() for s in call.before)
     after = backbone.run_block(call.block, streams, call.condition, call.layout, call.skip)
     rows = [place + backbone.num_extra_tokens for place in places]

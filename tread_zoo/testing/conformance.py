@@ -34,7 +34,7 @@ from tread_zoo.testing.probe import (
 
 
 def check_shapes(probe: Probe) -> None:
-    """The output is [B, C_out, H, W]; wrong inputs raise."""
+    """The output is [B, C_out, H, W]; inputs that do not fit raise ValueError."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     out = backbone(x, t, y)
@@ -136,7 +136,7 @@ def check_ids_matter(probe: Probe) -> None:
 
 
 def check_blocks_see_kept_tokens(probe: Probe) -> None:
-    """Routed blocks get the E extra and the K kept tokens in every stream; other blocks get all."""
+    """In each tensor of tokens, routed blocks get E extra and K kept ones, other blocks all."""
     backbone = probe.build()
     extra, num_tokens = backbone.num_extra_tokens, backbone.num_tokens
     end = max(3, backbone.num_blocks - 1)
@@ -161,8 +161,8 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
 
 
 def check_tokens_leave_and_rejoin(probe: Probe) -> None:
-    """Kept tokens and all extra tokens enter a route. In every stream, a bypassed token rejoins
-    unchanged, to the bit, and a kept token rejoins as processed."""
+    """Kept tokens and all extra tokens enter a route. In every tensor of tokens, a bypassed token
+    rejoins unchanged, to the bit, and a kept token rejoins as the blocks left it."""
     backbone = probe.build()
     route = probe.route(backbone)
     with watching(backbone) as seen:
@@ -198,8 +198,8 @@ def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_blocks_can_be_left_out(probe: Probe) -> None:
-    """Skipped blocks do not run. The next block gets the streams from the start of the range, extra
-    tokens included, and skips with that state."""
+    """Blocks left out by `Skip` do not run. The next block gets all tokens, extra ones included, as
+    they were before the range; so do long skips from within the range."""
     backbone, depth = probe.build(), probe.build().num_blocks
     start, end = 1, max(2, depth // 2)
     with watching(backbone) as seen:
@@ -244,8 +244,8 @@ def check_recomputation(probe: Probe) -> None:
 
 
 def check_half_precision(probe: Probe) -> None:
-    """With bfloat16, by autocast or as the dtype of weights and images, the output is nearly the
-    float32 output, in a dtype no wider, and gradients are finite."""
+    """With bfloat16, by autocast or as the dtype of weights and images, gradients are finite and
+    the output is near the float32 output. With bfloat16 weights, the output is bfloat16, too."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
     full, _ = output_and_gradients(backbone, (x, t, y), routes)
@@ -270,8 +270,8 @@ def check_half_precision(probe: Probe) -> None:
 
 
 def check_compiles(probe: Probe) -> None:
-    """Compiled blocks have the same output and gradients: a routed block, and the last one, which
-    may take a skip."""
+    """Compiling a routed block, and the last block, which may take a long skip, changes neither
+    output nor gradients beyond rounding."""
     backbone = probe.build()
     compilation_agrees(backbone, probe.inputs(), (probe.route(backbone),), blocks=(1, -1))
 
@@ -334,8 +334,8 @@ def check_features(probe: Probe) -> None:
 
 
 def check_times_of_tokens(probe: Probe) -> None:
-    """If tokens can have times, equal times give the output of a single time. Under a route, kept
-    tokens keep their times, and the times of bypassed tokens are not used."""
+    """If a backbone takes a time per token (`per_token_time`), equal times give the output of one
+    time. Under a route, kept tokens keep their times; those of bypassed tokens are not used."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     if not backbone.per_token_time:

@@ -30,8 +30,8 @@ EDGE = 5  # tokens at each end of a sequence, where convolutions act differently
 
 @torch.no_grad()
 def check_patches_stay_in_place(probe: Probe) -> None:
-    """With every block routed, changing a bypassed token's pixels mostly changes its output patch:
-    the head reads all tokens and puts patches back in place."""
+    """With every block routed, changing a bypassed token's pixels changes its own output patch
+    most: the head reads all tokens and puts patches back in place."""
     backbone = probe.build()
     route = probe.route(backbone, 0, backbone.num_blocks, batch=1)
     places = bypassed_tokens([route], 1, backbone.num_tokens)[0].nonzero().flatten().tolist()
@@ -75,7 +75,7 @@ def check_pixels_reach_each_other(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
-    """Without one token, blocks give the others nearly the same output, in place. A subset's order
+    """If one token is left out, blocks give the others nearly the same output. So a subset's order
     is the full order without the missing tokens, undone afterwards. A rule of thumb."""
     backbone, inputs = probe.build(), probe.inputs()
     batch, num_tokens, extra = len(inputs[0]), backbone.num_tokens, backbone.num_extra_tokens
@@ -107,8 +107,9 @@ def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
 
 
 def check_order_alone_is_a_scans(probe: Probe) -> None:
-    """Blocks that depend on the order but not on ids are scans: among equal tokens, farther ones
-    matter less. With positions by index, rotary or sines, influence oscillates. A rule of thumb."""
+    """If a block's output depends on the order of tokens but not on ids, it scans: among equal
+    tokens, farther ones matter less. If it takes rotary or sine positions by index instead, their
+    influence oscillates along the sequence. A rule of thumb."""
     backbone = probe.build()
     num_kept = backbone.num_tokens - 1
     if num_kept < 3 * EDGE or what_blocks_depend_on(probe, backbone) != {"order"}:

@@ -64,13 +64,14 @@ class MethodProbe:
         images: Sequence[int] = range(BATCH),
         method: Method | None = None,
     ) -> tuple[Crossing, ...]:
-        """Return the crossings of step `index` for numbered images."""
+        """Return the crossings, such as ranges of blocks that see fewer tokens, that the method
+        chooses at step `index` for numbered `images`."""
         generator = make_image_generator("kit", index, images=images)
         step = Step(index, NUM_STEPS, seed=0)
         return (method or self.method).draw(Stack.of(backbone), generator, step)
 
     def each_draw(self, backbone: Backbone) -> list[tuple[Crossing, ...]]:
-        """Return the crossings of some steps that differ in kind or in number of tokens."""
+        """Return what `draw` gives at some steps, once for each kind and number of tokens."""
         drawn = {}
         for index in STEPS:
             crossings = self.draw(backbone, index)
@@ -91,8 +92,8 @@ def check_options_round_trip(probe: MethodProbe) -> None:
 
 
 def check_tokens_return_whole(probe: MethodProbe) -> None:
-    """At the end of every crossing all tokens are back: streams, skips and layout have full length.
-    If no block ran, extra tokens are unchanged."""
+    """At the end of every `Crossing` all tokens are back: streams (tensors of tokens), long skips
+    and layout have full length. At its start, all extra tokens enter it unchanged."""
     backbone = probe.build()
     for crossings in probe.each_draw(backbone):
         for crossing in _own(backbone, crossings):
@@ -112,8 +113,8 @@ def check_tokens_return_whole(probe: MethodProbe) -> None:
 
 
 def check_calls_are_pure(probe: MethodProbe) -> None:
-    """The same crossings give the same output, to the bit, before and after other calls. A dense
-    call in between does not change, and torch's global generator is not used."""
+    """Calls with equal `routes` give equal outputs, to the bit, whatever was called in between.
+    They do not change a later call without routes, and torch's global generator is not used."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     state = torch.get_rng_state()
     dense = backbone(*inputs)
@@ -126,8 +127,8 @@ def check_calls_are_pure(probe: MethodProbe) -> None:
 
 
 def check_draws_belong_to_images(probe: MethodProbe) -> None:
-    """An image's random choices depend only on (seed, step, image). Two halves of a batch, as on
-    two ranks, get the same as the whole; equal calls agree; images and steps differ."""
+    """An image's random choices depend only on (seed, step, image). So two halves of a batch, as on
+    two ranks, get the same choices as the whole batch, and equal calls get equal ones."""
     backbone = probe.build()
     for index in STEPS:
         whole = probe.draw(backbone, index, range(4))
@@ -206,8 +207,8 @@ def check_recomputation(probe: MethodProbe) -> None:
 
 
 def check_half_precision(probe: MethodProbe) -> None:
-    """Under bfloat16 autocast, output and gradients are finite. If choices do not depend on
-    activations, the output is near the float32 output."""
+    """Under bfloat16 autocast, output and gradients are finite. The output is near the float32
+    output, unless the method chooses tokens by activations, which are rounded."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     for crossings in probe.each_draw(backbone):
         full, _ = output_and_gradients(backbone, inputs, crossings)
@@ -226,8 +227,9 @@ def check_compiles(probe: MethodProbe) -> None:
 
 
 def check_costs_are_counted(probe: MethodProbe) -> None:
-    """`variants` cover every step with weights that sum to 1, run on the meta device, and include
-    what `draw` returns. A routed step costs at most a dense step plus the method's weights."""
+    """The weights of `variants` sum to 1 at every step. Each variant runs on the meta device and
+    costs FLOPs. If choices are made before the network runs (`drawn`), the kinds of crossings that
+    `draw` returns are among the variants'."""
     backbone, method = probe.build(), probe.method
     variants = list(method.variants(Stack.of(backbone), NUM_STEPS))
     for index in range(NUM_STEPS):
@@ -243,8 +245,8 @@ def check_costs_are_counted(probe: MethodProbe) -> None:
 
 
 def check_described_weights_load(probe: MethodProbe) -> None:
-    """A network is rebuilt from its description and loads its saved weights, also the method's. A
-    copy, such as the averaged network, uses its own weights."""
+    """A network that is rebuilt from its description and loads the saved weights, the method's
+    included, has the same output. A copy, such as the averaged network, uses its own weights."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     crossings = probe.each_draw(backbone)[0]
     out = backbone(*inputs, routes=crossings)
@@ -275,7 +277,7 @@ def check_a_block_can_be_left_out(probe: MethodProbe) -> None:
 
 
 def check_sampling(probe: MethodProbe) -> None:
-    """`sample` and `weak` return crossings that run, or raise ValueError with a reason."""
+    """The method's `sample` and `weak` give finite outputs, or raise ValueError with a reason."""
     backbone, inputs, method = probe.build(), probe.backbone.inputs(), probe.method
     stack = Stack.of(backbone)
     calls: list[Callable[[], Sequence[Crossing]]] = [lambda: method.weak(stack)]
@@ -292,8 +294,8 @@ def check_sampling(probe: MethodProbe) -> None:
 
 
 def _tokens(backbone: Backbone) -> Tokens:
-    """Return random tokens for the start of a crossing, with two open skips; blocks of the crossing
-    consume the first one."""
+    """Return random tokens for the start of a `Crossing`, with long skips from two earlier blocks;
+    blocks of the crossing consume the first skip."""
     generator, batch = make_generator("kit tokens"), BATCH
     length = backbone.num_extra_tokens + backbone.num_tokens
 
@@ -321,7 +323,7 @@ def _assert_lengths(tokens: Tokens, start: Tokens) -> None:
 
 
 def _own(backbone: Backbone, crossings: Sequence[Crossing]) -> Sequence[Crossing]:
-    """Return the crossings that a call runs."""
+    """Return the crossings that a call of the backbone runs, given those that the method chose."""
     own: Sequence[Crossing] = crossings
     return own if backbone.routing is None else backbone.routing.cross(own)
 
@@ -331,7 +333,7 @@ def _plain(crossing: Crossing) -> Any:
 
 
 def _shape(crossing: Crossing, skip: int = 0) -> Any:
-    """Return a crossing's kind: class, range, and shapes of tensors without `skip` dimensions."""
+    """Return a `Crossing`'s kind: class, range, and its tensors' shapes after `skip` dimensions."""
     shapes = {name: tuple(v.shape)[skip:] for name, v in crossing.tensors().items()}
     return type(crossing).__name__, crossing.start, crossing.end, shapes
 

@@ -91,7 +91,7 @@ class Probe:
         return backbone
 
     def inputs(self, batch: int = BATCH, seed: int = 0) -> Inputs:
-        """Return x [B, C, H, W], t [B], y [B] or [B, T, S]."""
+        """Return x [B, C, H, W], t [B], and labels [B] or contexts [B, T, S], or None without."""
         generator = make_generator("probe", seed)
         x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
         t = torch.rand(batch, generator=generator)
@@ -109,7 +109,8 @@ class Probe:
         seed: int = 0,
         batch: int = BATCH,
     ) -> Select:
-        """Return a route with random ids; a negative `end` counts from the last block."""
+        """Return a `Select` of blocks start … end-1 that keeps a random fraction 1 - `rate` of
+        tokens. A negative `end` counts from the last block."""
         num_kept = num_kept_tokens(backbone.num_tokens, rate)
         generator = make_generator("probe route", seed)
         scores = torch.rand(batch, backbone.num_tokens, generator=generator)
@@ -149,7 +150,7 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
 
 
 def fresh_condition(backbone: Backbone, inputs: Inputs, layout: Layout) -> Any:
-    """Return the condition that a block with this layout gets for the inputs."""
+    """Return the condition that the backbone makes of `inputs` for a block with this layout."""
     condition = backbone.embed(*inputs)[1]
     if layout.ids is not None:
         rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
@@ -164,8 +165,8 @@ def run_again(
     change: Callable[[Tensor], Tensor],
     layout: Layout,
 ) -> Streams:
-    """Return the output of a block that is called again as in `call`, with `change` applied to its
-    streams and skip, a new condition, and a copy of `layout`."""
+    """Call the block of `call` again and return its output, with `change` applied to its tokens and
+    its long skip, the condition made anew from `inputs`, and a copy of `layout` without cache."""
     streams = tuple(change(stream) for stream in call.before)
     skip = None if call.skip is None else change(call.skip)
     condition = fresh_condition(backbone, inputs, layout)
@@ -173,14 +174,14 @@ def run_again(
 
 
 def shuffled_tokens(num_tokens: int, num_extra: int) -> Tensor:
-    """Return indices int64 [E + K]: extra tokens in order, then the others in random order."""
+    """Return int64 [num_extra + num_tokens]: extra tokens in order, then others at random."""
     shuffle = torch.randperm(num_tokens, generator=make_generator("probe shuffle"))
     return torch.cat([torch.arange(num_extra), shuffle + num_extra])
 
 
 @torch.no_grad()
 def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
-    """Return which of order, ids and grid changes the output of a routed block."""
+    """Return which of "order", "ids" and "grid" change the output of some routed block."""
     inputs, measured = probe.inputs(), set()
     route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
     with watching(backbone) as seen:
@@ -203,8 +204,8 @@ def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
 
 
 def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
-    """Return the backbone with the same weights and twice the rows; None if it cannot be built.
-    Raster position i is the same row and column in both."""
+    """Return a backbone with the same weights and twice the rows of pixels; None if it cannot be
+    built. Raster position i is the same row and column in both."""
     height, width = probe.input_size
     try:
         taller = replace(probe, input_size=(2 * height, width)).build()
@@ -249,7 +250,7 @@ def recomputation_agrees(backbone: Backbone, inputs: Inputs, routes: Sequence[An
 def compilation_agrees(
     backbone: Backbone, inputs: Inputs, routes: Sequence[Any], blocks: Sequence[int]
 ) -> None:
-    """Assert that compiled blocks (graph capture, no code generation) change neither output nor
+    """Assert that compiling `blocks` (graph capture, no code generation) changes neither output nor
     gradients beyond rounding."""
     out, grads = output_and_gradients(backbone, inputs, routes)
     torch.compiler.reset()

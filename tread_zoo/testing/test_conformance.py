@@ -55,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def make_probe(backbone: str, size: tuple[int, int] | None, overrides: dict[str, object]) -> Probe:
-    """Return a probe of a backbone. Raises CollectError if it cannot be built."""
+    """Return a probe of `backbone`, [PACKAGE:]NAME. Raises CollectError if it cannot be built."""
     try:
         probe = Probe(_imported("--backbone", backbone), overrides=overrides)
         if size is not None:
@@ -72,7 +72,7 @@ def make_probe(backbone: str, size: tuple[int, int] | None, overrides: dict[str,
 
 
 def make_method(method: str, options: dict[str, object]) -> dict[str, Any]:
-    """Return a routing method with some options. Raises CollectError if it does not exist."""
+    """Return name and options of `method`, [PACKAGE:]NAME. Raises CollectError for unknown ones."""
     try:
         name = _imported("--routing", method)
         return {"name": name, **get_entry("routing", name).complete(options)}

@@ -27,7 +27,7 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
 
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
-    """Return why two matrix products are faster, or None."""
+    """Return why two matrix products are faster here than torch's kernel, or None."""
     if q.device.type != "cpu" or k.shape[-2] > CPU_HALF_TOKENS:
         return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype

@@ -1,4 +1,4 @@
-"""The bidirectional WKV of Vision-RWKV and Diffusion-RWKV.
+"""The bidirectional WKV of Vision-RWKV and Diffusion-RWKV, a weighted mean over all tokens.
 
 Dimensions: B batch, L length, C channels.
 """
@@ -57,7 +57,7 @@ def bidirectional_wkv(
     Args:
         k: keys [B, L, C].
         v: values [B, L, C]; the output has their dtype.
-        w: decay rates [C]; a negative one grows with the distance.
+        w: decay rates [C]; with a negative rate, weights grow with the distance.
         u: bonus on the key of the token itself [C].
         positions: p, int64 [B, L], ascending in each row, in 0 … T-1; None means 0 … L-1. Tokens of
             a subset keep their positions in the full sequence.

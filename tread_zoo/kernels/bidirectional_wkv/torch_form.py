@@ -45,7 +45,7 @@ LOG2_E = math.log2(math.e)
 def _forward(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
-    """Return out [B, L, C]."""
+    """Return the output [B, L, C]."""
     out = empty_like(v)
     memory = _Memory(k, at_least_float32(k, v))
     with torch.autocast(k.device.type, enabled=False):
@@ -77,19 +77,19 @@ def _backward(
 
 
 def flops(k: tuple[int, ...], *args: Any) -> tuple[int, int]:
-    """Return 54 B L C: 21 per direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for r, f, N, D and
-    N / D. Backward 94 B L C: the 54 again, 15 per direction (c g 2, G 4, q and ∂s 5, in 4), 10 for
-    g, ∂k and ∂u."""
+    """Return the FLOPs. Forward 54 B L C: 21 per direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for
+    r, f, N, D and N / D. Backward 94 B L C: the 54 again, 15 per direction (c g 2, G 4, q and ∂s 5,
+    in 4), 10 for g, ∂k and ∂u."""
     return 54 * math.prod(k), 94 * math.prod(k)
 
 
 def outputs_like(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return uninitialised outputs of a form that keeps ℓ: out, and ℓ in float32, [B, L, C]."""
+    """Return uninitialised [B, L, C] for out, and in float32 for ℓ, the log of its denominator."""
     return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
 
 
 class _Inputs(NamedTuple):
-    """Some rows of the batch, time-major, in the state's dtype.
+    """The inputs for some rows of the batch, time-major, in the state's dtype.
 
     k, v: [L, R, C]. s: w/T [C]. u: [C]. places: the positions [L, R, 1]; None where they are
     0 … L-1.
@@ -105,7 +105,7 @@ class _Inputs(NamedTuple):
 def _prepare(
     rows: slice, k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> _Inputs:
-    """Return the `rows` of the arguments of `bidirectional_wkv`."""
+    """Return the arguments of `bidirectional_wkv` for the batch's `rows`, time-major."""
     dtype = at_least_float32(k, v)
     keys, values = (x[rows].to(dtype).transpose(0, 1) for x in (k, v))
     places = None if positions is None else positions[rows].t().to(dtype).unsqueeze(-1)
@@ -127,13 +127,13 @@ class _Memory:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Compute exp in place, as 2^(x / ln 2), which is faster on a CPU. Dividing the differences
-    keeps large keys exact; dividing the keys would not."""
+    """Compute exp in place, as 2^(x / ln 2), which is faster on a CPU. x is already a difference of
+    log-weights: dividing it by ln 2 keeps large keys exact, dividing keys before would not."""
     return x.mul_(LOG2_E).exp2_()
 
 
 class _Scan(NamedTuple):
-    """One pass over a block of rows.
+    """The memory of one pass over a block of rows, in the module's symbols.
 
     m, then c: [L, 2, R, C]. a, b: [L - 1, 2, R, C]. h: [L, 2 sums, 2, R, C]. For backward, G like h
     and g [L, 2 sums, R, C]. gaps: d_t in both directions, [L - 1, 2, R, 1]; None where every
@@ -150,7 +150,7 @@ class _Scan(NamedTuple):
 
 
 class _Mean(NamedTuple):
-    """The mean and its parts, each [L, R, C]: own is f, inverse is 1 / D, out is N / D."""
+    """The weighted mean and its parts, each [L, R, C]: own is f, inverse 1 / D, out N / D."""
 
     own: Tensor
     inverse: Tensor
@@ -186,7 +186,7 @@ def _gradients(
 
 
 def _slope(inputs: _Inputs, scan: _Scan, later: Tensor) -> Tensor:
-    """Return ∂s [C] from G_{t+1} [L - 1, 2 sums, 2, R, C]; uses the memory of c."""
+    """Return ∂s [C] from `later`, G_{t+1} [L - 1, 2 sums, 2, R, C]; overwrites c."""
     q = torch.mul(scan.h[:-1, 0], later[:, 0], out=scan.m[1:])
     q.addcmul_(scan.h[:-1, 1], later[:, 1]).mul_(scan.a)
     if scan.gaps is not None:
@@ -196,7 +196,7 @@ def _slope(inputs: _Inputs, scan: _Scan, later: Tensor) -> Tensor:
 
 
 def _run(inputs: _Inputs, scan: _Scan) -> None:
-    """Run both directions: fill m, a, b and h."""
+    """Fill m, a, b and h of `scan`: the sums before each step, in both directions."""
     m, a, b, h = scan.m, scan.a, scan.b, scan.h
     falls = inputs.s
     steps: Iterable[Tensor] = repeat(inputs.s, len(b))
@@ -224,7 +224,7 @@ def _run(inputs: _Inputs, scan: _Scan) -> None:
 
 
 def _weigh(inputs: _Inputs, scan: _Scan) -> _Mean:
-    """Put the sums of both directions and the token's own term together; turns m into c."""
+    """Return the mean of both directions' sums and each token's own term; turns `scan.m` into c."""
     c, h = scan.m, scan.h
     r = torch.maximum(c[:, 0], c[:, 1].flip(0))
     torch.maximum(r, inputs.k + inputs.u, out=r)

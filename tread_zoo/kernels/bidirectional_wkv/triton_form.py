@@ -50,7 +50,7 @@ if torch.version.hip is None:
 def _forward(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return out [B, L, C] and ℓ, float32."""
+    """Return the output [B, L, C], and in float32 ℓ, the logarithm of its denominator."""
     k, v, w, u = (x.contiguous() for x in (k, v, w, u))
     places = None if positions is None else positions.contiguous()
     out, lse = torch.empty_like(v), torch.empty_like(k, dtype=torch.float32)

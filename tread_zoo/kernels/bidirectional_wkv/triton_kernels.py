@@ -27,7 +27,7 @@ def summarise(
     k_ptr, v_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the states at the edges of each chunk, computed from its own steps."""
+    """Write the states (m, N, D) at the edges of each chunk, computed from its own steps."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -55,7 +55,7 @@ def average(
     length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the output and log D, both [B, L, C]."""
+    """Write the output and ℓ, the logarithm of its denominator, both [B, L, C]."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
@@ -252,20 +252,20 @@ def _grads_after_groups(
 
 @triton.jit
 def _put(states, group, state):
-    """Return states [GROUPS, BLOCK] with the state of `group` replaced, [BLOCK]."""
+    """Return `states` [GROUPS, BLOCK] with that of `group` replaced by `state` [BLOCK]."""
     return tl.where(tl.arange(0, states.shape[0])[:, None] == group, state[None, :], states)
 
 
 @triton.jit
 def _take(states, group):
-    """Return the state of `group`, [BLOCK]."""
+    """Return the state [BLOCK] of `group` among `states` [GROUPS, BLOCK]."""
     here = tl.arange(0, states.shape[0])[:, None] == group
     return tl.sum(tl.where(here, states, 0.0), axis=0)
 
 
 @triton.jit
 def _merge(m, n, d, fall, m_new, n_new, d_new):
-    """Return the sum of two states, the first one decayed by `fall`."""
+    """Return the sum of the states (m, n, d), decayed by `fall`, and (m_new, n_new, d_new)."""
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
     return top, old * n + new * n_new, old * d + new * d_new
@@ -275,7 +275,7 @@ def _merge(m, n, d, fall, m_new, n_new, d_new):
 def _merge_grads(
     m, a, z, far_a, far_z, gap, rate, m_new, a_new, z_new, far_a_new, far_z_new
 ):  # fmt: skip
-    """Return the sum of two backward states, the first one from `gap` further away."""
+    """Return the sum of two backward states, the first seen from `gap` positions further away."""
     fall = gap * rate
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
@@ -300,7 +300,8 @@ def _here(num_chunks, channels, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(at, inside, other):
-    """Return loaded values as float32. tl.load's own `other` would have the dtype of the memory."""
+    """Return the values at `at` as float32, and `other` where `inside` is false. tl.load's own
+    `other` would have the dtype of the memory."""
     return tl.where(inside, tl.load(at, mask=inside, other=0.0).to(tl.float32), other)
 
 
@@ -318,7 +319,7 @@ def _load_5(at, c_in, channels):
 
 @triton.jit
 def _rows(at, left, channels, CHUNK: tl.constexpr, other):
-    """Return CHUNK steps, float32 [BLOCK] each; `other` past the end."""
+    """Return CHUNK steps from `at` on, float32 [BLOCK] each; `other` where none are left."""
     rows = ()
     for i in tl.static_range(CHUNK):
         rows += (_load(at + i * channels, i < left, other),)
@@ -336,7 +337,7 @@ def _gaps(places_ptr, row, start, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _to_edge(places_ptr, row, start, length, way, CHUNK: tl.constexpr):
-    """Return each step's distance to the chunk's last step, going forth, or to its first step."""
+    """Return each step's distance to the chunk's last step (`way` 0) or to its first (`way` 1)."""
     away = ()
     for i in tl.static_range(CHUNK):
         if way == 0:

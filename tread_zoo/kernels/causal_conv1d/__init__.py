@@ -29,7 +29,7 @@ def _example(
 
 
 def _with_silu(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a form that applies SiLU on demand, made from one that cannot."""
+    """Return an implementation that applies SiLU if asked, made from one that cannot."""
 
     def run_both(
         x: Tensor,
@@ -85,7 +85,7 @@ def causal_conv1d(
         weight: [D, W]; the last tap multiplies the present step.
         bias: [D] or None.
         segment_ids: integers [B, L]; a tap on a position with another id counts as zero.
-        silu: return SiLU of the sum.
+        silu: whether to return SiLU of the sum.
 
     Raises:
         ValueError: for an empty input, or shapes that do not fit together.

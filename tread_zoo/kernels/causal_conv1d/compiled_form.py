@@ -30,7 +30,7 @@ def unsuited(x: Tensor, weight: Tensor, *args: object) -> str | None:
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None, silu: bool
 ) -> Tensor:
-    """Return y [B, L, D]."""
+    """Return the output y [B, L, D]."""
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     _run(x, weight, bias, segment_ids, silu, y, *[None] * 4)
     return y.to(x.dtype)
@@ -77,7 +77,7 @@ def _run(
 
 
 def _same(segment_ids: Tensor, taps: int) -> Tensor:
-    """Return bool [B, L, W]: whether the token 0 … W-1 steps back has the same id."""
+    """Return bool [B, L, W]: whether the token 0 … W-1 steps back has the same segment id."""
     back = F.pad(segment_ids, (taps - 1, 0)).unfold(1, taps, 1).flip(-1)
     return back == segment_ids.unsqueeze(-1)
 

@@ -27,7 +27,7 @@ def causal_conv1d_torch(
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    """Return y [B, L, D]; all taps are added into one buffer."""
+    """Return the output y [B, L, D]; all taps are added into one buffer."""
     dtype = at_least_float32(x)
     inputs, taps = x.to(dtype), weight.to(dtype).t().contiguous().flip(0)
     y = inputs * taps[0] if bias is None else torch.addcmul(bias.to(dtype), inputs, taps[0])
@@ -73,13 +73,13 @@ class _Fusible(torch.autograd.Function):
 
 
 def flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int, int]:
-    """Return 2 B L D W, as torch counts a convolution, zeros before the start included; and twice
-    as much for ∂x and ∂w."""
+    """Return the FLOPs: forward 2 B L D W, as torch counts a convolution, zeros before the start
+    included; backward twice as much, for ∂x and ∂w."""
     return 2 * math.prod(x) * weight[1], 4 * math.prod(x) * weight[1]
 
 
 def _inside(values: Tensor, segment_ids: Tensor | None, back: int) -> Tensor:
-    """Zero the products of positions `back` apart that are in different segments."""
+    """Return `values` with zeros where the position `back` steps apart is of another segment."""
     if segment_ids is None:
         return values
     same = segment_ids[:, back:] == segment_ids[:, :-back]

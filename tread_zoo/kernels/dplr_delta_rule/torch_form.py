@@ -107,8 +107,11 @@ def _in_chunks(
 def _walk(
     alone: Tensor, carried: Tensor, to_b: Tensor, brought: Tensor, left: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the state [N, K, V] before each chunk except the first, and u [T, N, Q, V], which is
-    alone + carried @ state. The other arguments have T - 1 entries."""
+    """Return the states [N, K, V] before each chunk but the first, and u [T, N, Q, V].
+
+    From the state before it, a chunk has u = alone + carried @ state, and leaves left * state +
+    brought + to_bᵀ u. All arguments but `alone` have T - 1 entries.
+    """
     states: list[Tensor] = []
     driven = [alone[0]]
     chunks = (x.unbind(0) for x in (alone[1:], carried, to_b, brought, left))
@@ -120,14 +123,15 @@ def _walk(
 
 
 def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:
-    """Return ids [T, N, Q] of segments, numbered in order, so that no id occurs twice in a row."""
+    """Return segment numbers [T, N, Q]: the segments of each batch row are counted in order, so
+    that an id that comes back later gets another number."""
     runs = segment_starts(segment_ids).cumsum(1).unflatten(1, (-1, steps)).transpose(0, 1)
     return runs.repeat_interleave(heads, dim=1)
 
 
 class _Scores(torch.autograd.Function):
-    """Sums over channels of row_i col_j exp(s_i - s_j), [T, N, 2 Q, 2 Q], for all pairs; entries
-    above the diagonal may be infinite. Backward recomputes the scaled rows and cols."""
+    """For all pairs of steps, sums over channels of row_i col_j exp(s_i - s_j), [T, N, 2 Q, 2 Q].
+    Entries above the diagonal may be infinite. Backward recomputes the scaled rows and cols."""
 
     @staticmethod
     def forward(rows: Tensor, cols: Tensor, sums: Tensor) -> Tensor:
@@ -151,7 +155,8 @@ class _Scores(torch.autograd.Function):
 
 
 def _scale(rows: Tensor, cols: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rows exp(s - m) and cols exp(m - s) [T, N, 2 Q, K], and the factors, in float64."""
+    """Return rows exp(s - m) and cols exp(m - s) [T, N, 2 Q, K], exp(s - m) and exp(m - s), all in
+    float64; m is s in the middle of the chunk."""
     middle = sums.shape[2] // 2
     around = (sums - sums[:, :, middle : middle + 1]).unsqueeze(2)
     up, down = around.exp(), torch.exp(-around)

@@ -1,9 +1,10 @@
 """Adapter of flash-linear-attention's Triton kernels: one decay per head, or one per channel.
 
 The kernels take queries, keys and values in half precision, and no segments. With one decay per
-head, a log-decay of `RESET` at the start of a segment leaves 1e-26 of the state: every exponent is
-a difference of sums over 64 steps. With one decay per channel there are exponents above 0, so calls
-with segments are refused.
+head, a log-decay of `RESET` at the start of a segment leaves 1e-26 of the state. A lower one would
+leave less, but every exponent is a difference of log-decays summed over 64 steps, and would lose
+digits. With one decay per channel, some exponents are above 0 and may overflow with `RESET` in the
+sum, so calls with segments are refused.
 """
 
 import torch

@@ -86,7 +86,8 @@ def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tens
 
 
 def _decayed_products(x: Tensor, k: Tensor, falls: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x_i · exp(s_ij) k_j for j <= i, else 0, [T, N, 2, Q, Q], s_i0 and s_Qj [T, N, Q, 1].
+    """Return x_i · exp(s_ij) k_j for j <= i, else 0, [T, N, 2, Q, Q]; then s_i0 and s_Qj, both [T,
+    N, Q, 1].
 
     x is [T, N, 2, Q, K]; `falls` are the log-decays [T, N, Q, 1].
     """

@@ -73,7 +73,7 @@ def _backward(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o, W and the states between chunks of inputs [T, r, Q, F]."""
+    """Return o, W and the states between chunks, given q, k, v and log-decays [T, r, Q, F]."""
     levels, since, until = _decays(log_decay)
     weights = torch.diag_embed((q * k).sum(-1))
     for h, since_mid, until_mid in levels:
@@ -158,13 +158,13 @@ def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
 
 
 def _corners(weights: Tensor, h: int) -> Tensor:
-    """Return a view [T, r, Q / 2h, h, h] of W: from first halves of blocks to second halves."""
+    """Return a view [T, r, Q / 2h, h, h] of W: second halves of blocks reading first ones."""
     blocks = weights.unflatten(3, (-1, 2 * h)).unflatten(2, (-1, 2 * h))
     return blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)[..., h:, :h]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b; torch's product of many tiny matrices is slow."""
+    """Return a @ b; for at most 2 columns of a as a sum, since torch's product is slow there."""
     return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2) if a.shape[-1] <= 2 else a @ b
 
 

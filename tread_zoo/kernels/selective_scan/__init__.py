@@ -40,7 +40,7 @@ def _step_sizes(delta: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _after_softplus(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a form that takes a step bias, made from one that takes step sizes."""
+    """Return an implementation that takes a step bias, made from one that takes step sizes."""
 
     def run_after(
         u: Tensor,

@@ -66,8 +66,8 @@ def _prepare(
     step_bias: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the inputs as `scan` takes them. A becomes A / ln 2 [G, N, P], and `segment_ids`
-    become 0 where a segment begins, else 1."""
+    """Return the inputs as the C function `scan` takes them. A becomes A / ln 2 [G, N, P], and
+    `segment_ids` become 0 where a segment begins, else 1."""
     rates = (A.float() / math.log(2)).view(B.shape[2], -1, A.shape[1]).transpose(1, 2)
     keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
     given = (u, delta, rates, B, C, D, step_bias, keep)

@@ -34,8 +34,9 @@ STEP_VALUES = 32768  # values per step of a tile on a CPU, so that a few tiles f
 class _Inputs(NamedTuple):
     """The inputs in the state's dtype, time-major, so that a step of a tile is contiguous.
 
-    u, delta: [L, B, G, 1, P]. A, and rates = A / ln 2 for 2^x: [G, N, P]. B, C: [L, B, G, N].
-    D: [G, 1, P] or None. keep: 0 where a segment begins, else 1, [L, B, 1, 1, 1] or None.
+    u, delta: [L, B, G, 1, P]. A: [G, N, P]. rates: A / ln 2 [G, N, P], as exp(Δ A) is computed as
+    2^(Δ rates). B, C: [L, B, G, N]. D: [G, 1, P] or None. keep: 0 where a segment begins, else 1,
+    [L, B, 1, 1, 1] or None.
     """
 
     u: Tensor
@@ -159,7 +160,7 @@ def _backward_tile(
 
 
 def _fill(inputs: _Inputs, tile: _Tile, a: Tensor, h: Tensor) -> Tensor:
-    """Write the decays to `a` [T, ...] and the states after h[0] to `h` [T + 1, ...]; return x."""
+    """Write decays to `a` [T, ...] and the states after h[0] to `h` [T + 1, ...]; return Δ u."""
     delta = inputs.delta[tile.at]
     x = delta * inputs.u[tile.at]
     torch.mul(delta, inputs.rates, out=a)
@@ -281,7 +282,7 @@ def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
 def kept_like(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return uninitialised outputs: y, and the states between the chunks."""
+    """Return uninitialised outputs of a forward pass: y, and the states between the chunks."""
     dtype = at_least_float32(u, delta)
     return empty_like(u), u.new_empty(_states_shape(u, A, B), dtype=dtype)
 
@@ -289,8 +290,11 @@ def kept_like(
 def flops(
     u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """Return 7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; terms without N are left out.
-    Backward 20 B L D N: h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
+    """Return the FLOPs, 7 B L D N forward and 20 B L D N backward, without terms that lack N.
+
+    Forward: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2. Backward: h again 5, C ∂y 1, a g + C ∂y 2,
+    ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2.
+    """
     return 7 * math.prod(u) * A[1], 20 * math.prod(u) * A[1]
 
 

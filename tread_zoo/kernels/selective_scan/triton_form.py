@@ -40,7 +40,8 @@ BACKWARD_OPTIONS = {"maxnreg": 168} if torch.version.hip is None else {}
 
 
 class _Blocks(NamedTuple):
-    """Channels and states of a program's block, blocks (parts) per group, and programs."""
+    """How the work is cut: channels and states of a program's block, blocks (`parts`) per group,
+    and the number of programs."""
 
     channels: int
     states: int
@@ -108,7 +109,7 @@ def _prepare(
 def _scan(
     inputs: tuple[Any, ...], blocks: _Blocks, y: Tensor | None = None, states: Tensor | None = None
 ) -> None:
-    """Write y, or the states before every BACKWARD_STEPS steps."""
+    """Write y to `y`, or the states before every BACKWARD_STEPS steps to `states`."""
     u, steps = inputs[0], FORWARD_STEPS if states is None else BACKWARD_STEPS
     args, sizes = (*inputs, y, states, u.shape[1]), _sizes(u, inputs[3], blocks, steps)
     launch(KERNELS, "forward", u.device, (blocks.programs,), *args, **sizes)
@@ -121,7 +122,8 @@ def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
 
 
 def _split(batch: int, width: int, groups: int, size: int, wanted: int) -> _Blocks:
-    """Return blocks of `wanted` states per program, or of a whole group if it has fewer."""
+    """Return blocks of `wanted` states per program, or of a whole group if it has fewer, for
+    `groups` groups with `width` channels in all and `size` states per channel."""
     states = _power_of_two(size)
     channels = min(wanted // states, _power_of_two(width // groups))
     parts = -(-width // groups // channels)

@@ -74,7 +74,7 @@ class _Chunks(NamedTuple):
 
 
 class _Grads(NamedTuple):
-    """Gradients of the inputs, shaped as in `_Chunks`, A and D [K, R]. x is the gradient of u."""
+    """Gradients of the inputs: `x` of u, A and D [K, R], the others shaped as in `_Chunks`."""
 
     x: Tensor
     delta: Tensor
@@ -159,7 +159,7 @@ def _weights(c: _Chunks, out: Tensor | None = None) -> Tensor:
 
 
 def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
-    """Return the gradients, given the gradient gy of y [T, K, R, Q, P]; uses up `c.x`."""
+    """Return the inputs' gradients, given the gradient gy of y [T, K, R, Q, P]; uses up `c.x`."""
     weights, gw = _weights(c), _bmm(gy, c.x.mT)
     gx = _bmm(weights.mT, gy)
     pairs = weights.mul_(gw)
@@ -215,7 +215,7 @@ def _prepare(
     segment_ids: Tensor | None,
     gaps: Tensor | None,
 ) -> _Chunks:
-    """Cut some rows of the batch into chunks."""
+    """Return the inputs for the batch's `rows`, cut into chunks."""
     dtype, groups, batch = at_least_float32(x, delta), B.shape[2], len(x[rows])
     u = _cut(x[rows], groups, dtype)
     steps = _cut(delta[rows].unsqueeze(-1), groups, dtype).squeeze(-1)
@@ -284,7 +284,7 @@ def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 def _cut_tokens(
     values: Tensor | None, rows: slice, groups: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return x [B, L] as [T, K, 1, Q], equal for all groups."""
+    """Return the `rows` of x [B, L] as [T, K, 1, Q], equal for all groups; None for None."""
     if values is None:
         return None
     shaped = values[rows, :, None, None].expand(-1, -1, groups, -1)
@@ -335,7 +335,7 @@ def _empty(
 def _flops(
     x: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], B: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """Return the FLOPs of the matrix products: C Bᵀ, W x, into the states and out of them.
+    """Return the FLOPs of the matrix products. Forward: C Bᵀ, W x, into the states and out of them.
     Backward: C Bᵀ and its two gradients, the gradients of W and x, ∂l, and five products with
     states."""
     (batch, length, heads, width), (groups, size) = x, B[2:]
