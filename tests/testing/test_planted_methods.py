@@ -11,7 +11,7 @@ from tread_zoo.routing import Select, Skip
 from tread_zoo.routing.methods import Sprint, Tread
 from tread_zoo.routing.methods.sprint import Fusions
 from tread_zoo.testing.method_checks import CHECKS, MethodProbe
-from tread_zoo.testing.probe import Probe
+from tread_zoo.testing.probe import Advice, Probe
 
 
 class Plain(Tread):
@@ -38,6 +38,11 @@ class DrawsForTheBatch(Plain):
 
     def change(self, crossing):
         return replace(crossing, ids=crossing.ids[:1].expand(len(crossing.ids), -1))
+
+
+class AlwaysKeepsTheSame(Plain):
+    def change(self, crossing):
+        return replace(crossing, ids=torch.arange(crossing.num_kept).expand(crossing.ids.shape))
 
 
 class RoutesExtraTokens(Plain):
@@ -243,6 +248,7 @@ FAULTS = [
     (LosesSkips, "tokens_return_whole"),
     (DrawsFromTheGlobalGenerator, "draws_belong_to_images"),
     (DrawsForTheBatch, "draws_belong_to_images"),
+    (AlwaysKeepsTheSame, "draws_belong_to_images"),
     (RemembersTokens, "calls_are_pure"),
     (RemembersTokens, "recomputation"),
     (MixesImages, "an_image_alone_equals_itself"),
@@ -273,13 +279,14 @@ def planted(own_registry):
     return probe
 
 
+@pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
 @pytest.mark.parametrize(
     ("fault", "check"), FAULTS, ids=[f"{f.__name__}-{check}" for f, check in FAULTS]
 )
 def test_a_fault_is_caught(planted, fault, check):
     probe = planted(fault)
     probe.build()  # the fault is not there
-    with pytest.raises((AssertionError, RuntimeError, ValueError, NotImplementedError)):
+    with pytest.raises((AssertionError, RuntimeError, ValueError, NotImplementedError, Advice)):
         CHECKS[check](probe)
 
 

@@ -24,6 +24,7 @@ from tread_zoo.seeding import make_generator, make_image_generator
 from tread_zoo.testing.probe import (
     BATCH,
     Probe,
+    advise,
     compilation_agrees,
     gradients_equal_differences,
     output_and_gradients,
@@ -128,8 +129,9 @@ def check_calls_are_pure(probe: MethodProbe) -> None:
 
 def check_draws_belong_to_images(probe: MethodProbe) -> None:
     """An image's random choices depend only on (seed, step, image). So two halves of a batch, as on
-    two ranks, get the same choices as the whole batch, and equal calls get equal ones."""
-    backbone = probe.build()
+    two ranks, get the same choices as the whole batch, and equal calls get equal ones. As a rule,
+    images or steps differ in their choices."""
+    backbone, choices = probe.build(), []
     for index in STEPS:
         whole = probe.draw(backbone, index, range(4))
         again = probe.draw(backbone, index, range(4))
@@ -143,6 +145,9 @@ def check_draws_belong_to_images(probe: MethodProbe) -> None:
                 assert len(value) == 1 or torch.equal(value, both[: len(value)]), (
                     f"{name} of an image depends on the images beside it"
                 )
+                choices += value
+    alike = len(choices) > 1 and all(torch.equal(choice, choices[0]) for choice in choices)
+    advise(not alike, "every image has the same choice in every step")
 
 
 def check_an_image_alone_equals_itself(probe: MethodProbe) -> None:
