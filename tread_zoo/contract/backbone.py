@@ -138,8 +138,7 @@ class Backbone(nn.Module, ABC):
         """Return the output [B, C_out, H, W] from streams [B, E + N, D]."""
 
     def hidden_state(self, streams: Streams) -> Tensor:
-        """Return the tokens [B, L, D] that `forward` returns as features, by default the first
-        stream."""
+        """Return the features [B, L, D] that `forward` collects; by default the first stream."""
         return streams[0]
 
     # What all backbones share ---------------------------------------------------------------------

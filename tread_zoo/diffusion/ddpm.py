@@ -53,7 +53,7 @@ class DDPM(AdditiveNoise):
 
     @property
     def sigmas(self) -> Tensor:
-        """The levels of all steps, rising: float64 [1000]."""
+        """The level sigma of each step, rising: float64 [1000]."""
         return _sigmas(self.schedule)
 
     @property
@@ -101,7 +101,7 @@ class DDPM(AdditiveNoise):
 
 @cache
 def _levels(schedule: str, device: torch.device) -> Tensor:
-    """Return the levels of all steps, float32 [1000], on `device`; cached."""
+    """Return the level sigma of each step, float32 [1000], on `device`; cached."""
     return _sigmas(schedule).float().to(device)
 
 

@@ -31,7 +31,7 @@ from tread_zoo.seeding import Generator, per_image_generator
 
 
 class Preconditioning(NamedTuple):
-    """The scalings of Table 1, one value per image: each [B]."""
+    """Factors of skip, output and input, and the noise label of the network (Table 1): each [B]."""
 
     c_skip: Tensor
     c_out: Tensor

@@ -129,7 +129,8 @@ class FlowMatching(AdditiveNoise):
         return self.weight(draw.level) * (output - target).square().mean(dim=(1, 2, 3)), {}
 
     def weight(self, t: Tensor) -> Tensor:
-        """Return the factor [B] that turns a squared error of `prediction` into `loss_space`'s."""
+        """Return the factor [B] that turns a squared error of `prediction` into one of
+        `loss_space`."""
         if self.prediction == self.loss_space:
             return torch.ones_like(t)
         size = {"velocity": torch.ones_like(t), "x": t, "noise": 1 - t}
@@ -147,7 +148,7 @@ class FlowMatching(AdditiveNoise):
         return output
 
     def signal(self, level: Tensor) -> Tensor:
-        """Return 1 - t."""
+        """Return 1 - t, the factor of the clean data."""
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
