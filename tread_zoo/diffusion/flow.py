@@ -115,8 +115,7 @@ class FlowMatching(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=shift_time(t, self.shift))
 
     def draw_token_levels(self, level: Tensor, num_tokens: int, generator: Generator) -> Tensor:
-        """Return a time for each token, [B, N]: its image's `level` [B] or the image's second
-        time."""
+        """Return a time per token, [B, N]: its image's `level` [B] or its image's second time."""
         images = per_image_generator(generator, len(level))
         second = self.draw((len(level), 1, 1, 1), images).level
         chosen = images.rand(num_tokens) < self.second_level_fraction
@@ -129,8 +128,7 @@ class FlowMatching(AdditiveNoise):
         return self.weight(draw.level) * (output - target).square().mean(dim=(1, 2, 3)), {}
 
     def weight(self, t: Tensor) -> Tensor:
-        """Return the factor [B] that turns a squared error of `prediction` into one of
-        `loss_space`."""
+        """Return the factor [B] that turns a squared error of `prediction` into `loss_space`'s."""
         if self.prediction == self.loss_space:
             return torch.ones_like(t)
         size = {"velocity": torch.ones_like(t), "x": t, "noise": 1 - t}

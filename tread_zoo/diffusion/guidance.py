@@ -466,8 +466,8 @@ class PathDropGuidance(_Options):
 @register("guidance", "sparse_auto")
 @dataclass(frozen=True, kw_only=True)
 class SparseAutoGuidance(SparseGuidance):
-    """The weak prediction is from an earlier network. Over sampling, its tokens bypass less and
-    less, and the tokens of the strong prediction more and more."""
+    """The weak prediction is from an earlier network. Over sampling, ever fewer of its tokens
+    bypass blocks, and ever more of the strong prediction's."""
 
     weak_checkpoint: str = field()
     weak_rate: Rate = ("cosine", 0.6, 0.0)
@@ -477,7 +477,7 @@ class SparseAutoGuidance(SparseGuidance):
 @register("guidance", "sparse_cfg")
 @dataclass(frozen=True, kw_only=True)
 class SparseClassifierFree(SparseGuidance):
-    """The weak prediction has no label, and some of its tokens bypass, which makes it cheaper."""
+    """The weak prediction has no label, and some of its tokens bypass blocks: it is cheaper."""
 
     drop_label = True
     weak_rate: Rate = 0.5

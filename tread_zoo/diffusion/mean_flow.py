@@ -102,7 +102,7 @@ class MeanFlow(AdditiveNoise):
         return 1.0
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Return t and r [B] and noise for a batch of `shape` [B,C,H,W]."""
+        """Return times t and r <= t, [B] each, and noise for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         first, second = (
             torch.sigmoid(self.logit_mean + self.logit_std * images.randn()) for _ in range(2)
@@ -154,7 +154,7 @@ class MeanFlow(AdditiveNoise):
         return _FLOW.dx_dt(predict, x_t, level)
 
     def signal(self, level: Tensor) -> Tensor:
-        """Return 1 - t."""
+        """Return 1 - t, the factor of the clean data."""
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:

@@ -166,8 +166,7 @@ class EDMStochastic:
         s_churn: total amount of noise: a step raises sigma by the fraction gamma =
             min(s_churn / num_steps, sqrt(2) - 1).
         s_min, s_max: noise is added only where sigma is in [s_min, s_max].
-        s_noise: standard deviation of the noise; slightly above 1 restores detail that denoisers
-            lose.
+        s_noise: standard deviation of the noise; a bit above 1 restores detail that denoisers lose.
 
     Raises:
         ValueError: s_min is above s_max.
