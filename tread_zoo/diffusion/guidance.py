@@ -110,8 +110,8 @@ class ImageBatch:
         return dx_dt
 
     def sample_routes(self, method: Method, rate: float, evaluation: int) -> Sequence[Crossing]:
-        """Return the crossings by which the fraction `rate` of tokens bypasses blocks in the dx/dt
-        number `evaluation`. An image's tokens depend on (seed, image, evaluation) alone."""
+        """Return the crossings by which the fraction `rate` of tokens bypasses blocks in one
+        evaluation of dx/dt. The tokens depend on seed, image and `evaluation`, its number."""
         if rate == 0:
             return ()
         device = next(self.backbone.parameters()).device
@@ -335,8 +335,8 @@ class _Options:
     def _draw_routes(
         self, batch: ImageBatch, rate: Any
     ) -> Callable[[int, float], Sequence[Crossing]]:
-        """Return a function from the number of an evaluation and a rate to its crossings. If the
-        guidance has no `rate` (0), these are the batch's own."""
+        """Return a function from (number of an evaluation, rate) to the crossings of that
+        evaluation. If the guidance's option `rate` is 0, these are the batch's own."""
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
         try:
@@ -416,7 +416,7 @@ class CustomGuidance(_Options):
 @register("guidance", "cfg")
 @dataclass(frozen=True, kw_only=True)
 class ClassifierFree(_Options):
-    """The weak prediction has no label."""
+    """The weak prediction has no label, or no context: classifier-free guidance."""
 
     drop_label = True
     scale: Scale = 2.0

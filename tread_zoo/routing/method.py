@@ -172,7 +172,7 @@ class Method:
     Args:
         warm_start: fraction of training at its start that is not routed.
         dense_tail: fraction of training at its end that is not routed.
-        probability: probability that a step between these is routed; all ranks decide alike.
+        probability: probability that any step outside of these two is routed; all ranks decide alike.
 
     Class attributes:
         drawn: whether all choices are made before the network runs. False: they depend on
@@ -340,7 +340,7 @@ class Method:
         return rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
-        """Return the steps that may be routed, between the dense start and end; perhaps none."""
+        """Return the steps that may be routed, between the run's dense start and end, if any."""
         return range(
             round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
         )

@@ -21,7 +21,7 @@ First = int | Tensor  # int64 [B] where images start at different positions
 
 
 class PerImage:
-    """A table [B, K, ...] that replaces a table [K, ...] which blocks broadcast over the batch."""
+    """A table [B, K, ...] in place of a table [K, ...] that blocks broadcast over the batch."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.dtype, self.device = values, values.dtype, values.device
@@ -97,7 +97,7 @@ def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Cuts the arguments of a block that are per token to the tokens present.
+    """Restricts those arguments of a block that are per token to the tokens present.
 
     Args:
         num_tokens: N.

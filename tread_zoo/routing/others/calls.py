@@ -117,7 +117,7 @@ class RoutedPass:
             )
 
     def run(self, index: int | None, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a block's output. A crossing that starts at the block is entered before it runs,
+        """Return a block's output. A `Crossing` that starts at the block is entered before it runs,
         and one that ends there is left afterwards."""
         named = self.routes.named(block, args, kwargs)
         key = self.routes.tokens or next(iter(named))
@@ -212,8 +212,8 @@ class RoutedPass:
         return Visit(index, block, named, key, crossing, x, tokens, exit)
 
     def _exit(self, crossing: Crossing) -> Exit:
-        """Return the function to apply after the crossing's last block. After the pass, when it is
-        no longer kept, the crossing is entered again without gradients to get it."""
+        """Return the function to apply after the last block of a `Crossing`. After the pass, when
+        it is no longer kept, the crossing is entered again without gradients to get it."""
         passage = self.passages[crossing.start]
         if passage.exit is not None:
             return passage.exit
