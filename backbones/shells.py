@@ -395,7 +395,7 @@ class ScanBlock(nn.Module):
 
 
 class ScanBackbone(Shell):
-    """`depth // 2` blocks, a middle one, and as many blocks with long skips from the first ones.
+    """`depth // 2` blocks, a middle one, and as many again with long skips from the first ones.
 
     Args:
         depth: even; there are depth + 1 blocks.

@@ -105,7 +105,7 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
 
 
 def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone) -> Conditions:
-    """Return `Conditions` of n prompts: sample i gets prompt i mod n. Cut prompts are logged."""
+    """Return `Conditions` of n prompts: sample i gets prompt i mod n. A warning names cut ones."""
     length = backbone.context_length
     contexts = encoder.encode(prompts, length)
     for prompt, count in zip(prompts, encoder.count_tokens(prompts), strict=True):

@@ -98,7 +98,7 @@ class AdditiveNoise:
         return x_t - per_image(level) * dx_dt
 
     def signal(self, level: Tensor) -> Tensor:
-        """Return ones [B]: the data is not scaled."""
+        """Return ones in the shape of `level`: the data is not scaled."""
         return torch.ones_like(level)
 
     def noise(self, level: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ class Method:
     Args:
         warm_start: fraction of training at its start that is not routed.
         dense_tail: fraction of training at its end that is not routed.
-        probability: probability that any step outside of these two is routed; all ranks decide alike.
+        probability: probability that a step outside of these two is routed; all ranks decide alike.
 
     Class attributes:
         drawn: whether all choices are made before the network runs. False: they depend on
@@ -434,7 +434,7 @@ def _make_selector(text: str) -> Any:
 
 
 def make_selector(part: Any) -> Any:
-    """Return the selector `part` (a name, or a mapping with options); equal ones are one object."""
+    """Return the selector `part`, a name or a mapping with `name` and options; it is cached."""
     return _make_selector(json.dumps(part, sort_keys=True))
 
 
