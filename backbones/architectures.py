@@ -24,7 +24,7 @@ from tread_zoo.registry import register_backbone
 
 
 class DiTBlock(AdaLNBlock):
-    """A block that owns the attention's layers directly, as named in DiT's checkpoints."""
+    """An `AdaLNBlock` that owns the attention's layers directly, as named in DiT's checkpoints."""
 
     def set_mixer(self, mixer: Mixer) -> None:
         self.qkv, self.proj = mixer.get_submodule("qkv"), mixer.get_submodule("proj")
@@ -39,14 +39,14 @@ class DiTBlock(AdaLNBlock):
 
 
 class DiT(AdaLNBackbone):
-    """DiT: attention in its own shell (Peebles and Xie 2022, arXiv 2212.09748)."""
+    """DiT: attention in the shell of adaLN-Zero (Peebles and Xie 2022, arXiv 2212.09748)."""
 
     mixer, block = Attention, DiTBlock
 
 
 class LightningDiT(LightningBackbone):
-    """DiT with RMSNorm, SwiGLU, rotary positions and qk-norm (arXiv 2501.01423). Fixed sines are
-    added once, as in DiT."""
+    """DiT with RMSNorm, SwiGLU, rotary positions and qk-norm (arXiv 2501.01423). Fixed 2-D
+    sines are added to the patches once, as in DiT."""
 
     mixer = RotaryAttention
 

@@ -42,17 +42,17 @@ ABSENT = {  # options of classes that training here cannot support, and why
 
 @dataclass(frozen=True)
 class Kind:
-    """How a class is built and called.
+    """How a transformer class of diffusers is built and called.
 
     Args:
         small: default sizes for what `config` leaves out: 12 blocks of width 64. Checkpoints rely
             on them.
-        given: its keywords that follow from the data and the patch size, see `_complete`.
+        given: its keywords that the data and patch size set -> name of the size, see `_complete`.
         text, pooled: its keywords for the width of text tokens and of a pooled text vector.
-        joint: blocks change the text, too, and return it first.
-        packed: it takes patches [B, N, C * p * p] and their positions instead of images.
-        rotary: blocks take a table of positions.
-        time_scale: factor on t.
+        joint: whether blocks change the text, too, and return it first.
+        packed: whether it takes patches [B, N, C * p * p] and positions instead of images.
+        rotary: whether blocks take a table of positions.
+        time_scale: factor on t for the class.
     """
 
     small: Mapping[str, Any]
@@ -118,10 +118,10 @@ class _Stopped(Exception):
 
 
 class _Pass:
-    """A run of the class's forward in which no block runs.
+    """A run of the forward of a class of diffusers in which no block runs.
 
     Args:
-        lists: names of its lists of blocks.
+        lists: names of the class's lists of blocks.
         joint: see `Kind`.
         end: the tokens that the last list returns, by name; None: stop at that list.
     """
@@ -188,7 +188,7 @@ class Diffusers(Backbone):
         self._remove_idle()
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the class's full configuration. Raises ValueError for a wrong key or value."""
+        """Return `config` with all sizes that the class needs. Raises ValueError if it is wrong."""
         cls, kind, square = self.cls, self.kind, self.patch_size**2
         known = inspect.signature(_class(cls).__init__).parameters.keys() - {"self"}
         for key, value in config.items():
@@ -253,8 +253,8 @@ class Diffusers(Backbone):
         return given
 
     def _run(self, arguments: Mapping[str, Any], end: Mapping[str, Any] | None) -> Any:
-        """Return the class's output if its blocks return the tokens `end`. If `end` is None, return
-        the arguments of the first block of each list."""
+        """Return the output of the class's forward if its blocks return the tokens `end`. If `end`
+        is None, return the arguments of the first block of each list, by the list's name."""
         first = {name: self.blocks[at] for at, (name, i) in enumerate(self.place_of) if i == 0}
         run: Any = _Pass(list(first), self.kind.joint, end)
         self.network.__dict__.update({n: [Call(run, None, b)] for n, b in first.items()})
@@ -311,8 +311,8 @@ class Diffusers(Backbone):
         return out
 
     def to_diffusers(self) -> Any:
-        """Return an instance of the class with these weights, for `save_pretrained` of diffusers,
-        without the label embeddings."""
+        """Return an instance of the class in diffusers with these weights, for its
+        `save_pretrained`; the label embeddings are left out."""
         network, state = _class(self.cls)(**self.class_config), dict(self.network.state_dict())
         for (name, i), block in zip(self.place_of, self.blocks, strict=True):
             state |= {f"{name}.{i}.{key}": value for key, value in block.state_dict().items()}

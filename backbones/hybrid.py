@@ -29,7 +29,7 @@ Pattern = str | list[dict[str, Any]]
 
 
 def find_mixer(name: str) -> type[Mixer]:
-    """Return the mixer of a registered backbone.
+    """Return the mixer's class of the registered backbone `name`, or of `name`_tiny.
 
     Raises:
         ValueError: there is no such backbone, or it has no mixer.
@@ -45,7 +45,7 @@ def find_mixer(name: str) -> type[Mixer]:
 
 
 def read_pattern(pattern: Pattern) -> list[tuple[type[Mixer], dict[str, Any]]]:
-    """Return the mixer and its options for each block of one period of the pattern.
+    """Return the class of the mixer and its options for each block of one period of `pattern`.
 
     Raises:
         ValueError: a name or option is unknown, or a value or number of blocks is wrong.
@@ -101,7 +101,7 @@ class Hybrid(LightningBackbone):
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the kinds and names of other registered parts that the options name."""
+        """Return ("backbone", name) for each backbone whose mixer the option `pattern` names."""
         pattern = options.get("pattern", "")
         parts = pattern.split(",") if isinstance(pattern, str) else [p["name"] for p in pattern]
         names = [part.partition(":")[0].strip() for part in parts]

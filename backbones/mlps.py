@@ -29,7 +29,8 @@ class SwiGLU(nn.Module):
 
     Args:
         hidden_size: D.
-        mlp_ratio: ratio of a plain MLP with as many parameters; the inner width is 2/3 of that.
+        mlp_ratio: inner width over D of a plain MLP with as many parameters; the inner width here
+            is 2/3 of that MLP's.
     """
 
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:

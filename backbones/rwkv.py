@@ -22,7 +22,7 @@ from tread_zoo.contract.layers import add_gated, join_skip, modulate
 
 
 class RWKVBlock(nn.Module):
-    """[x joined with a skip], then both mixes, modulated and gated by the condition."""
+    """Joins x with a long skip, if any, then mixes tokens and channels, gated by the condition."""
 
     def __init__(
         self, hidden_size: int, spatial: SpatialMix, channel: ChannelMix, *, has_skip: bool
@@ -51,7 +51,7 @@ class RWKVBlock(nn.Module):
 class RWKV(AdaLNBackbone):
     """Diffusion-RWKV (arXiv 2404.04478): block i of the first half gives a skip to block depth-1-i.
 
-    The default route, 3 … -3, holds both ends of a skip or none. Options are also in `mixers.wkv`.
+    The default route, [3, -3), has both ends of a skip or none. `mixers.wkv` has more options.
 
     Args:
         depth: number of blocks, odd: the middle one has no skip.

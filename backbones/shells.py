@@ -89,7 +89,7 @@ class CheckedInit(ABCMeta):
 
 
 class Shell(Backbone, metaclass=CheckedInit):
-    """Base of shells: a mixer, perhaps an MLP, and their options.
+    """Base of shells, which make a backbone of a mixer, perhaps an MLP, and their options.
 
     A subclass's constructor takes its own keywords and passes **options on.
 
@@ -97,7 +97,7 @@ class Shell(Backbone, metaclass=CheckedInit):
         input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
         hidden_size: width D of the tokens.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
-        num_registers: number of learned extra tokens, which no route takes (arXiv 2309.16588).
+        num_registers: number of learned extra tokens, which routes never drop (arXiv 2309.16588).
         options: options of the mixer and of the MLP.
 
     Class attributes:
@@ -146,7 +146,7 @@ class Shell(Backbone, metaclass=CheckedInit):
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
 
     def make_part(self, part: type[Any], index: int, **options: Any) -> Any:
-        """Return a mixer or MLP of block `index`, with the options that its constructor names."""
+        """Return a `part` (a class of mixers or MLPs) for block `index`, made with its options."""
         names = read_keywords(part)
         given = {**self.options, **options, "hidden_size": self.hidden_size}
         given = {"index": index, **given, "grid": self.grid}
@@ -201,7 +201,7 @@ def draw_linears(network: nn.Module, draw: Callable[[Tensor], object]) -> None:
 
 
 class AdaLNBlock(nn.Module):
-    """A mixer and an MLP, modulated and gated by the condition: streams -> streams."""
+    """A mixer and an MLP, modulated and gated by the condition; updates the streams of tokens."""
 
     def __init__(self, hidden_size: int, mixer: Mixer, mlp: nn.Module) -> None:
         super().__init__()
@@ -225,7 +225,8 @@ class AdaLNBlock(nn.Module):
         return self.mixer.prepare(layout)
 
     def mix(self, x: Tensor, prepared: Any, values: Streams) -> tuple[Tensor, Tensor | None]:
-        """Return the mixed tokens, and the first value if this mixer sets it."""
+        """Return the mixed tokens x, and the first value if this mixer sets it, else None. `values`
+        has the first value of earlier blocks, if the mixer uses one."""
         if not self.mixer.value_size:
             return self.mixer(x, prepared), None
         return self.mixer(x, prepared, *values)
@@ -251,7 +252,7 @@ class LightningBlock(AdaLNBlock):
 
 
 class AdaLNBackbone(Shell):
-    """A stack of blocks with adaLN-Zero.
+    """The shell of DiT: blocks that the condition scales, shifts and gates (adaLN-Zero).
 
     Args:
         depth: number of blocks.
@@ -304,8 +305,8 @@ class AdaLNBackbone(Shell):
         return self.block(self.hidden_size, self.make_mixer(index), mlp)
 
     def init_linears(self) -> None:
-        """Draw linear layers Xavier-uniformly, but the time MLP's with std 0.02. Biases and each
-        block's modulation are 0."""
+        """Draw linear layers Xavier-uniformly, and those of the time MLP normally with std 0.02.
+        Biases and each block's modulation are 0."""
         draw_linears(self, nn.init.xavier_uniform_)
         draw_linears(self.time_embed, partial(nn.init.normal_, std=0.02))
         for block in self.blocks:
@@ -361,7 +362,7 @@ class AdaLNBackbone(Shell):
 
 
 class LightningBackbone(AdaLNBackbone):
-    """An `AdaLNBackbone` of `LightningBlock`s, with SwiGLU and RMSNorm."""
+    """The shell of LightningDiT: an `AdaLNBackbone` with `LightningBlock`s, SwiGLU and RMSNorm."""
 
     mlp: ClassVar[type[nn.Module] | None] = SwiGLU
     block: ClassVar[type[AdaLNBlock]] = LightningBlock
@@ -375,7 +376,8 @@ class LightningBackbone(AdaLNBackbone):
 
 
 class ScanBlock(nn.Module):
-    """A skip joined, if any, then residual, norm and mixer: (delta, residual) -> the same."""
+    """Joins delta with a long skip, if any, adds it to the residual, and mixes the normed residual
+    into the next delta: streams (delta, residual) -> the same."""
 
     def __init__(self, hidden_size: int, mixer: Mixer, has_skip: bool) -> None:
         super().__init__()
@@ -393,7 +395,7 @@ class ScanBlock(nn.Module):
 
 
 class ScanBackbone(Shell):
-    """`depth // 2` blocks, a middle one, and `depth // 2` blocks that take the first ones' skips.
+    """`depth // 2` blocks, a middle one, and as many again with long skips from the first ones.
 
     Args:
         depth: even; there are depth + 1 blocks.

@@ -36,7 +36,7 @@ from tread_zoo.contract.layers import (
 
 
 class UViTBlock(nn.Module):
-    """Joins a skip, if any, then attention and MLP: [B, L, D] -> [B, L, D]."""
+    """Joins x with a long skip, if any, then adds attention and MLP: [B, L, D] -> [B, L, D]."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float, *, has_skip: bool
@@ -58,7 +58,7 @@ class UViTBlock(nn.Module):
 
 
 class UViT(Shell):
-    """U-ViT (arXiv 2209.12152): attention blocks; those of the second half take the first's skips.
+    """U-ViT (arXiv 2209.12152): attention blocks, with long skips from first to second half.
 
     Args:
         depth: even; there are depth / 2 blocks, a middle one, and depth / 2 that take skips.

@@ -24,8 +24,7 @@ class Mixer(nn.Module):
     the shell fills it in. Every other keyword becomes an option of the backbones with this mixer.
 
     A mixer with a `value_size` V shares a first value [B, K, V] with all later blocks:
-    forward(x, layout, first_value) -> (mixed tokens, the first value if this mixer sets it, else
-    None).
+    forward(x, layout, first_value) -> (mixed tokens, first value if this mixer sets it, else None).
 
     Attributes:
         default_selector: default selector of backbones with this mixer, see `Backbone`.
@@ -63,8 +62,8 @@ def check_width(hidden_size: int, multiple: int, what: str) -> None:
 
 
 def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
-    """Return the keywords of a class's constructor by name, with their types. If it has **options,
-    the base class's keywords follow, and so on up to `last`, whose **options remain."""
+    """Return the keywords of the constructor of `part` by name, with their types. If it has
+    **options, those of its base class follow, and so on up to `last`, whose **options remain."""
     keywords: dict[str, Parameter] = {}
     others: list[Parameter] = []
     for base in part.__mro__:
@@ -90,8 +89,8 @@ def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
 
 
 def derive_signature(shell: type, last: type, *parts: type | None) -> inspect.Signature:
-    """Return a shell's constructor signature, with the keywords of its parts instead of its
-    **options."""
+    """Return the constructor's signature of a `shell`, with the keywords of `parts` instead of
+    **options; `last` is the last base class whose keywords count."""
     parameters = read_keywords(shell, last)
     keywords = {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}
     for part in parts if len(keywords) < len(parameters) else ():

@@ -23,15 +23,16 @@ OPPOSITE = (1, 0, 3, 2)  # index of the opposite of left, right, up, down
 
 
 class Neighbours(NamedTuple):
-    """Where each token's quarters come from, and where their gradients go: int64 [B * K * 4], row
-    indices into the quarters of all tokens [B * K * 4, D / 4] plus a last row of zeros."""
+    """For each quarter of each token's channels, the row that it takes (`sources`) and the row that
+    takes it, so gives its gradient (`targets`): int64 [B * K * 4], indices into the quarters of all
+    tokens [B * K * 4, D / 4] and a last row of zeros for no neighbour."""
 
     sources: Tensor
     targets: Tensor
 
 
 def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
-    """Return the neighbours of the tokens present. A neighbour that bypasses is replaced by zero
+    """Return the `Neighbours` of the tokens present. A neighbour that bypasses is replaced by zero
     or, with `over_gaps`, by the nearest token present in that direction."""
     height, width = layout.grid
     num_tokens, ids = height * width, layout.positions()
@@ -97,7 +98,7 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GridWalk:
-    """The walk, the neighbours on the grid and N, for mixers that both scan and shift."""
+    """A walk along a curve, the neighbours on the grid, and N: for mixers that scan and shift."""
 
     scan: Scan
     neighbours: Neighbours
@@ -105,7 +106,7 @@ class GridWalk:
 
 
 class ShiftingMixer(ScanMixer):
-    """Shifts on the grid and scans along a curve: `forward(x, walk)`.
+    """Base of mixers that shift on the grid and scan along a curve: `forward(x, walk: GridWalk)`.
 
     Args:
         gaps: ignore, reset or decay, for the scan. For the shifts a missing neighbour is zero or,
@@ -130,7 +131,8 @@ class ShiftingMixer(ScanMixer):
 
 
 def q_shift(x: Tensor, neighbours: Neighbours, num_extra: int = 0) -> Tensor:
-    """Return the q-shift of tokens [B, E + K, D]; missing neighbours count as zero."""
+    """Return tokens [B, E + K, D] with each quarter of the channels from a neighbour (zero if there
+    is none); the first E = `num_extra` tokens stay."""
     extra, x = x[:, :num_extra], x[:, num_extra:]
     out: Tensor = QShift.apply(x, *neighbours)
     return torch.cat([extra, out], dim=1) if num_extra else out

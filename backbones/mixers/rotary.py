@@ -34,8 +34,8 @@ class Rotation:
 
 
 def make_rotation(layout: Layout, head_size: int, window: int | None = None) -> Rotation:
-    """Return the rotation of the tokens present, float32 [B or 1, 1, L, Dh], and the mask of the
-    windows."""
+    """Return the `Rotation` of the tokens present, float32 [B or 1, 1, L, Dh] for heads of size Dh,
+    and a mask if attention is limited to windows of `window` tokens a side."""
     rows, cols = layout.rows_cols()
     if layout.ids is None:  # equal for all images
         rows, cols = rows[:1], cols[:1]

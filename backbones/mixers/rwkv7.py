@@ -1,8 +1,9 @@
 """RWKV-7: a generalised delta rule, both ways, in place of attention (arXiv 2503.14456).
 
-Both mixes begin with a q-shift (`mixers.q_shift`), and every projection takes its own blend of the
-token and what was shifted in. The time mix runs per head; sigma is the logistic function, LoRA two
-thin matrices with an activation between them:
+The time mix and the channel mix begin with a q-shift (`mixers.q_shift`), and every projection takes
+its own blend of the token and what was shifted in. The time mix runs per head; sigma is the
+logistic function, LoRA two thin matrices with the activation in its index, if any, between them
+(biases are left out), and xi, alpha and rho are learned vectors [D]:
 
     r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
     v    = v + sigma(LoRA(blend_v)) (v_1 - v)            from the second block on
@@ -125,7 +126,7 @@ class TimeMix(ShiftingMixer):
         return project(self.output, gated), value if self.is_first else None
 
     def _falls(self, decay: Tensor, scan: Scan) -> Tensor:
-        """Return the log-decays [2 B, K, D] of both directions."""
+        """Return the log-decays [2 B, K, D] of both directions from the LoRA's output [B, K, D]."""
         first, second = at_least_float32(self.decay_bias).unbind()
         decay = scan.permute(decay)
         both = torch.cat([decay + first, scan.flip(decay + second)])
@@ -184,5 +185,5 @@ class ChannelMix(nn.Module):
         return self.value(F.relu(self.key(blend)).square())
 
     def initialize(self, num_blocks: int) -> None:
-        """Start with half the token, half what is shifted in."""
+        """Set `own` to 0.5: each blend starts as half the token, half what is shifted in."""
         nn.init.constant_(self.own, 0.5)

@@ -19,7 +19,7 @@ from tread_zoo.routing.scans import Gaps, Scan, make_scan
 
 
 class ScanMixer(Mixer):
-    """Walks over the tokens along a curve: `forward(x, scan)`.
+    """Base of mixers that walk over the tokens along a curve: `forward(x, scan: Scan)`.
 
     Args:
         scan_order: raster, serpentine, hilbert or serpentine8; see `tread_zoo.routing.orders`.
@@ -79,7 +79,7 @@ def add_bias(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Return `norm(x)` in float32 at least."""
+    """Return `norm(x)`, computed in float32 at least."""
     weight = at_least_float32(norm.weight)
     return F.rms_norm(at_least_float32(x), norm.normalized_shape, weight, norm.eps)
 
@@ -93,7 +93,7 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
-    """Return a walk [B, L, ..] and the backward walk, concatenated along `dim`."""
+    """Return x [B, L, ..] as the forward and as the backward walk, concatenated along `dim`."""
     return torch.cat([x, scan.flip(x)], dim)
 
 
@@ -168,7 +168,7 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(2 * channels, width))
 
     def forward(self, x: Tensor, scan: Scan, gaps: Gaps) -> Tensor:
-        """Return both walks [2 B, L, D] of a walk [B, L, D]."""
+        """Return both walks, convolved, [2 B, L, D], of x [B, L, D] in the order of a walk."""
         segment_ids = None if gaps == "ignore" else scan.segment_ids()
         both = convolve_ways(both_ways(x, scan, dim=-1), self.weight, None, segment_ids)
         return torch.cat(both.chunk(2, dim=-1))
@@ -178,7 +178,7 @@ class ShortConvolution(nn.Module):
 
 
 def make_convolution(channels: int, short_conv: bool, gaps: Gaps) -> ShortConvolution | None:
-    """Return the optional convolution of a mixer, or None.
+    """Return the convolution of a mixer with `channels` channels, or None without `short_conv`.
 
     Raises:
         ValueError: `gaps` is `reset`, and there is no convolution to reset.

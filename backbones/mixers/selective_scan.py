@@ -83,7 +83,8 @@ class SelectiveScan(ScanMixer):
         self.fused_rows["select"] = 2 * self.parts
 
     def _selection(self, way: int) -> tuple[Tensor, Tensor]:
-        """Return the weights of a direction: [R + 2 S, I] and [I, R], R the rank of a step."""
+        """Return the weights of direction `way`: [R + 2 S, I] from u to a step of rank R, B and C,
+        and [I, R] from that to I steps."""
         return self.select[way], self.step_weight[way]
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:

@@ -7,6 +7,7 @@ and what was shifted in, per channel, blend = x * own + shifted * (1 - own):
                 Linear(sigmoid(r) * WKV(k, v, w, u))
     ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
 
+WKV averages v with weights exp(k) that fall with distance at rate w; a token's own is exp(u + k).
 Under a route, tokens keep their positions on the grid: a missing neighbour is zero, and the WKV
 decays with distances along the full curve, relative to its length (`gaps="decay"`).
 
@@ -28,7 +29,7 @@ SLOWEST, FASTEST = 0.3, 30.0  # initial decay over the whole image, of the first
 
 
 class SpatialMix(ShiftingMixer):
-    """Mix tokens: [B, K, D] -> [B, K, D]. `own` holds the blends of r, k and v, [3, D].
+    """Mix tokens: [B, K, D] -> [B, K, D]. `own` [3, D]: the token's fraction in each blend.
 
     Args:
         hidden_size: D, divisible by 4.
@@ -55,8 +56,8 @@ class SpatialMix(ShiftingMixer):
         return self.output(torch.sigmoid(r) * scan.restore(mean))
 
     def _mean(self, k: Tensor, v: Tensor, walk: GridWalk) -> Tensor:
-        """Return the WKV of a walk [B, L, D]. A mirrored copy of the context follows the walk, so
-        that the context is as near to the last token as to the first."""
+        """Return the WKV of k and v [B, L, D], given in the order of the walk. A mirrored copy of
+        the context follows, so that it is as near to the last token as to the first."""
         places = walk.scan.places if self.gaps == "decay" else None
         length, num_context = walk.num_tokens, walk.scan.num_context
         if num_context:
@@ -86,7 +87,7 @@ class SpatialMix(ShiftingMixer):
 
 
 class ChannelMix(nn.Module):
-    """Mix channels: [B, K, D] -> [B, K, D]. `own` holds the blends of r and k, [2, D].
+    """Mix channels: [B, K, D] -> [B, K, D]. `own` [2, D]: the token's fraction in each blend.
 
     Args:
         hidden_size: D, divisible by 4.
@@ -107,5 +108,5 @@ class ChannelMix(nn.Module):
         return torch.sigmoid(self.receptance(r)) * self.value(keys)
 
     def initialize(self, num_blocks: int) -> None:
-        """Start with half the token, half what is shifted in."""
+        """Set `own` to 0.5: each blend starts as half the token, half what is shifted in."""
         nn.init.constant_(self.own, 0.5)

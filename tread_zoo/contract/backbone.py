@@ -3,9 +3,9 @@
     embed -> blocks 0 … depth-1 -> head
 
 A backbone defines how its input becomes token streams, what one block does, and how the streams
-become the output. Around each block, the loop enters the crossings that start there, passes the
-skip that the block consumes, and leaves the crossings that end there. Forward has no randomness:
-noise, times, dropped labels and kept ids are inputs.
+become the output. Routes are crossings, ranges of blocks that see fewer tokens. Around each block,
+the loop enters those that start there, passes the skip that the block consumes, and leaves those
+that end there. Forward has no randomness: noise, times, dropped labels and kept ids are inputs.
 
 B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K tokens present,
 D width; a context has T embeddings of width S.
@@ -122,21 +122,23 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
-        """Return the streams, each [B, E + N, D], and what every block is conditioned on."""
+        """Return the streams, tensors of tokens [B, E + N, D] that the blocks update, and what
+        every block is conditioned on."""
 
     @abstractmethod
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        """Return the streams [B, E + K, D] after `self.blocks[index]`. Call it as a module, because
-        compilation and sharding hook that call. `skip` has the same tokens as the streams."""
+        """Return the streams [B, E + K, D] after `self.blocks[index]`, which must be called as a
+        module: compilation and sharding hook that call. `layout` says which tokens are present, and
+        `skip`, a long skip or None, has the same tokens."""
 
     @abstractmethod
     def head(self, streams: Streams, condition: Any) -> Tensor:
         """Return the output [B, C_out, H, W] from streams [B, E + N, D]."""
 
     def hidden_state(self, streams: Streams) -> Tensor:
-        """Return the tokens [B, L, D] that `features` collects; by default the first stream."""
+        """Return the features [B, L, D] that `forward` collects; by default the first stream."""
         return streams[0]
 
     # What all backbones share ---------------------------------------------------------------------
@@ -304,7 +306,8 @@ class Backbone(nn.Module, ABC):
     # The loop -------------------------------------------------------------------------------------
 
     def _crossings(self, routes: Sequence[Crossing]) -> list[Crossing]:
-        """Return all crossings of a call in the order in which they are entered."""
+        """Return the crossings of a call in the order in which they are entered: `routes`, as the
+        module `routing` changes them."""
         whole = routes if self.routing is None else self.routing.cross(routes)
         return check_crossings(whole, self.num_blocks)
 
@@ -316,7 +319,8 @@ class Backbone(nn.Module, ABC):
         wanted: Sequence[int],
         stop: int | None = None,
     ) -> tuple[Streams, dict[int, Features]]:
-        """Return the streams after blocks 0 … stop-1, and the features after the wanted blocks."""
+        """Return the streams after blocks 0 … stop-1 (None: after all blocks), and the `Features`
+        after the blocks `wanted`."""
         layout = Layout(
             self.grid, self.num_extra_tokens, batch=len(streams[0]), device=streams[0].device,
             num_context=self.num_context_tokens,
@@ -364,5 +368,5 @@ class Backbone(nn.Module, ABC):
 def _still_used(
     skips: dict[int, Tensor], last_use: dict[int, int], block: int
 ) -> dict[int, Tensor]:
-    """Return the skips that a block after `block` consumes."""
+    """Return the skips that are consumed after `block`; `last_use` is {producer: last consumer}."""
     return {producer: skip for producer, skip in skips.items() if last_use[producer] > block}

@@ -14,7 +14,7 @@ DEPENDS_ON = ("order", "ids", "grid")
 
 
 def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names, each once and in the order of `DEPENDS_ON`; raise if one is not in it."""
+    """Return `names`, each once, in the order of `DEPENDS_ON`; raise if one is not in it."""
     names = tuple(names)
     for name in names:
         if name not in DEPENDS_ON:
@@ -23,8 +23,8 @@ def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-    """Check the network's skips, and the shapes of images, times and conditions: a wrong shape may
-    broadcast without an error."""
+    """Check the network's long skips, and the shapes of images x, times t and conditions y: a wrong
+    shape may broadcast without an error."""
     batch, shape = len(x), (network.in_channels, *network.input_size)
     if x.shape[1:] != shape:
         raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(shape)}].")
@@ -77,7 +77,7 @@ def check_new_context(network: Any, length: int, size: int) -> None:
 
 
 def check_streams(method: str, streams: Any) -> None:
-    """Check that `method` returned a tuple of tensors."""
+    """Check that `streams`, which a backbone's `method` returned, is a tuple of tensors."""
     if not isinstance(streams, tuple) or not all(isinstance(s, Tensor) for s in streams):
         raise TypeError(
             f"{method} returned a {type(streams).__name__} for its streams; expected a tuple of "

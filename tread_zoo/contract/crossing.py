@@ -52,7 +52,7 @@ class Layout:
         return self.grid[0] * self.grid[1]
 
     def cached(self, key: Any, make: Callable[[], T]) -> T:
-        """Return what `make` returns, computed once for this layout."""
+        """Return the result of `make()`, which is called once per `key` for this layout."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
@@ -79,8 +79,8 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class PerToken:
-    """A condition per token, [B, E + N, D]. `embed` returns it as the condition or in a tuple;
-    `run_block` and `head` get a plain tensor with the values of the tokens present."""
+    """A condition per token, [B, E + N, D]. A backbone's `embed` returns it as the condition or in
+    a tuple; its `run_block` and `head` get a plain tensor with the values of the tokens present."""
 
     values: Tensor
 
@@ -91,9 +91,9 @@ Change = Callable[[Tensor], Tensor]
 class Tokens(NamedTuple):
     """All that travels per token between two blocks.
 
-    streams: [B, E + K, D] each.
-    skips: open long skips [B, E + K, D], keyed by the block that produced them. A skip that no
-        block of the crossing consumes waits outside, at full length.
+    streams: tensors of tokens that every block updates, [B, E + K, D] each.
+    skips: long skips not yet consumed, [B, E + K, D], keyed by the index of the block that produced
+        them. A skip that no block of a crossing consumes waits outside of it, with all tokens.
     condition: what blocks are conditioned on; a `PerToken` in it has the streams' tokens.
     layout: the tokens present.
     inner: producers of the skips that a crossing's blocks consume, set while it is entered.
@@ -106,7 +106,8 @@ class Tokens(NamedTuple):
     inner: frozenset[int] = frozenset()
 
     def map(self, change: Change, ids: Tensor | None) -> "Tokens":
-        """Return these tokens with `change` applied to streams, inner skips, per-token conditions.
+        """Return these tokens with `change` applied to streams, per-token conditions and the skips
+        in `inner`.
 
         Args:
             change: maps a tensor [B, E + N, D] to [B, E + K, D].
@@ -125,13 +126,13 @@ class Tokens(NamedTuple):
         put: Callable[[Tensor, Tensor], Tensor],
         absent: Streams | None = None,
     ) -> "Tokens":
-        """Return these tokens with the streams of `after`, and the skips made within the crossing.
+        """Return these tokens with the streams of `after` and the skips made within a crossing.
 
         Args:
-            after: the tokens at the end of the crossing.
+            after: the tokens after the crossing's last block; `self` are those before its first.
             put: writes processed tokens [B, E + K, D] into a full stream [B, E + N, D] and
                 returns the result, [B, E + N, D].
-            absent: the full streams that `put` gets; None: the streams at the start.
+            absent: the full streams that `put` gets; None: those before the crossing.
         """
         meanwhile = {
             producer: put(self.streams[0], skip)
@@ -149,7 +150,7 @@ Exit = Callable[[Tokens], Tokens]
 class Crossing:
     """How a routing method runs blocks start … end-1. Using it involves no randomness.
 
-    Subclasses are frozen dataclasses that override `enter`, and set `runs` to skip the blocks.
+    Subclasses are frozen dataclasses that override `enter`; `runs = False` skips the blocks.
     """
 
     start: int
@@ -158,7 +159,8 @@ class Crossing:
     runs: ClassVar[bool] = True  # False: the blocks do not run
 
     def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
-        """Return the tokens that block `start` sees, and what to do after block `end - 1`."""
+        """Return the tokens that block `start` sees, and the function to apply to those after block
+        `end - 1`."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
@@ -173,8 +175,8 @@ class Crossing:
 
 
 def check_crossings(crossings: Sequence[Crossing], num_blocks: int) -> list[Crossing]:
-    """Return crossings in the order in which they are entered: by start, then longest first; equal
-    ranges keep their order.
+    """Return `crossings` in the order in which they are entered: by start, then longest first;
+    equal ranges keep their order.
 
     Raises:
         ValueError: a range exceeds the blocks, or two overlap without one containing the other.

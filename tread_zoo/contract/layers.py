@@ -67,7 +67,7 @@ def rotary_2d(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [B, H, N, Dh] with its pairs of channels rotated, see `rotary_2d`."""
+    """Return x [B, H, N, Dh] with its pairs of channels rotated by what `rotary_2d` returned."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin)
 
@@ -75,7 +75,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
     """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, [.., size].
 
-    Let s be these sinusoids. A complex t + i (t - r) stands for the mean from r to t and gives
+    Let s be these sinusoids. A complex t + i (t - r) asks for a mean over times r to t and gives
     s(t) + s(t - r) - s(0), which is s(t) at r = t. The result is float32, or float64 if t is.
 
     Args:
@@ -100,7 +100,7 @@ class TimestepEmbedder(nn.Module):
 
     Args:
         hidden_size: D.
-        frequency_size: number of sinusoids, cosines first.
+        frequency_size: number of sinusoids, even: cosines, then sines.
         mlp_size: width between the two layers.
         time_scale: factor on t, see `time_sinusoids`.
     """
@@ -152,8 +152,8 @@ def add_gated(x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
 
 
 def join_skip(x: Tensor, skip: Tensor | None, linear: nn.Module | None) -> Tensor:
-    """Return linear(cat(x, skip)) [B, N, D] in the dtype of x, also under autocast. If `linear` is
-    None, return x."""
+    """Return linear(cat(x, skip)), tokens x joined with a long skip, both [B, N, D], in the dtype
+    of x, also under autocast. If `linear` is None, return x."""
     if linear is None:
         return x
     assert skip is not None, "the block loop gives a skip to each block in `skips`"
@@ -189,8 +189,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class AdaLNHead(nn.Module):
-    """A norm modulated by the condition, then a linear map to patches: tokens [B, N, D], condition
-    [B, D] or [B, N, D] after SiLU -> [B, N, p * p * C_out]."""
+    """Maps tokens [B, N, D] to patches [B, N, p * p * C_out]: a norm that the condition modulates,
+    [B, D] or [B, N, D] after SiLU, then a linear layer."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()

@@ -38,8 +38,11 @@ class Conditions:
 
 
 def conditions_of(backbone: Backbone, data: ImageData, label_seed: int | None = None) -> Conditions:
-    """Return the conditions for samples from a network that was trained on `data`: its contexts;
-    labels i mod num_classes, or random ones if there is a `label_seed`; or none."""
+    """Return the conditions for samples of `backbone`, which was trained on `data`.
+
+    A network with contexts gets evenly spaced ones of the data, held out if there are any. One with
+    labels gets i mod num_classes for sample i, or random ones if `label_seed` is set.
+    """
     num_classes = backbone.num_classes
     if backbone.context_size:
         return _evenly_spaced_contexts(data)
@@ -86,8 +89,8 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:
-    """Return the contexts in an .npy file, [n, t, S] or [t, S], t <= T; sample i gets context i
-    mod n.
+    """Return `Conditions` of the contexts in an .npy file, [n, t, S] or [t, S], t <= T: sample i
+    gets context i mod n.
 
     Raises:
         ValueError: the network takes no contexts, or the file's contexts do not fit it.
@@ -102,7 +105,7 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
 
 
 def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone) -> Conditions:
-    """Return the contexts of n prompts; sample i gets prompt i mod n. Truncation is logged."""
+    """Return `Conditions` of n prompts: sample i gets prompt i mod n. A warning names cut ones."""
     length = backbone.context_length
     contexts = encoder.encode(prompts, length)
     for prompt, count in zip(prompts, encoder.count_tokens(prompts), strict=True):
@@ -114,5 +117,5 @@ def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone
 
 
 def _in_turn(rule: str, contexts: Tensor) -> Conditions:
-    """Return the rule that gives sample i context i mod n."""
+    """Return `Conditions` described as `rule`, which give sample i context i mod n."""
     return Conditions(rule, lambda indices: contexts[[i % len(contexts) for i in indices]])

@@ -53,7 +53,7 @@ class DDPM(AdditiveNoise):
 
     @property
     def sigmas(self) -> Tensor:
-        """The levels of all steps, rising: float64 [1000]."""
+        """The level sigma of each step, rising: float64 [1000]."""
         return _sigmas(self.schedule)
 
     @property
@@ -62,14 +62,14 @@ class DDPM(AdditiveNoise):
         return math.sqrt(1 + float(self.sigmas[-1]) ** 2)
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Return sigma [B] at uniformly random steps, and noise, for a `shape` [B,C,H,W]."""
+        """Return sigma [B] at steps drawn uniformly, and noise for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         step = images.randint(NUM_STEPS)
         levels = _levels(self.schedule, step.device)
         return Draw(noise=images.randn(*shape[1:]), level=levels[step])
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return |F - noise|^2 of each image, averaged over C, H and W: [B]."""
+        """Return the squared error of the predicted noise, averaged over C, H and W: [B]."""
         noise = self.dx_dt(predict, self.noised(x, draw), draw.level)
         return (noise - draw.noise).square().mean(dim=(1, 2, 3)), {}
 
@@ -101,7 +101,7 @@ class DDPM(AdditiveNoise):
 
 @cache
 def _levels(schedule: str, device: torch.device) -> Tensor:
-    """Return the levels of all steps, float32 [1000], on `device`; cached."""
+    """Return the level sigma of each step, float32 [1000], on `device`; cached."""
     return _sigmas(schedule).float().to(device)
 
 

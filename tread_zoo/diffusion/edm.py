@@ -31,7 +31,7 @@ from tread_zoo.seeding import Generator, per_image_generator
 
 
 class Preconditioning(NamedTuple):
-    """The scalings of Table 1, one value per image: each [B]."""
+    """Factors of skip, output and input, and the noise label of the network (Table 1): each [B]."""
 
     c_skip: Tensor
     c_out: Tensor
@@ -76,7 +76,7 @@ class EDM(AdditiveNoise):
         return self.sigma_max
 
     def preconditioning(self, sigma: Tensor) -> Preconditioning:
-        """Return the scalings at `sigma` [B] (Table 1, "Network and preconditioning")."""
+        """Return the `Preconditioning` at `sigma` [B] (Table 1, "Network and preconditioning")."""
         total = sigma.square() + self.sigma_data**2
         return Preconditioning(
             c_skip=self.sigma_data**2 / total,
@@ -101,7 +101,7 @@ class EDM(AdditiveNoise):
         return self.weight(draw.level) * (denoised - x).square().mean(dim=(1, 2, 3)), {}
 
     def denoise(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return D(x_t; sigma) [B,C,H,W] at `level` = sigma [B] (eq. 7)."""
+        """Return the denoised images D(x_t; sigma) [B,C,H,W] at `level` = sigma [B] (eq. 7)."""
         c_skip, c_out, c_in, c_noise = self.preconditioning(level)
         raw = prediction(predict(per_image(c_in) * x_t, c_noise), x_t.shape[1])
         return per_image(c_skip) * x_t + per_image(c_out) * raw

@@ -115,8 +115,7 @@ class FlowMatching(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=shift_time(t, self.shift))
 
     def draw_token_levels(self, level: Tensor, num_tokens: int, generator: Generator) -> Tensor:
-        """Return a time for each token, [B, N]: its image's `level` [B] or the image's second
-        time."""
+        """Return a time per token, [B, N]: its image's `level` [B] or its image's second time."""
         images = per_image_generator(generator, len(level))
         second = self.draw((len(level), 1, 1, 1), images).level
         chosen = images.rand(num_tokens) < self.second_level_fraction
@@ -147,7 +146,7 @@ class FlowMatching(AdditiveNoise):
         return output
 
     def signal(self, level: Tensor) -> Tensor:
-        """Return 1 - t."""
+        """Return 1 - t, the factor of the clean data."""
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:

@@ -25,8 +25,8 @@ class TimeGrid:
     rho: float | str = "auto"
 
     def choose(self, names: tuple[str, ...], objective: str, uses: str = "") -> str:
-        """Return the name of the grid for an objective with the grids `names`. `uses` is the
-        field, shift or rho, that this grid uses.
+        """Return the name of this grid, for `auto` the first of `names`, which are the grids of
+        `objective`. `uses` is the field, shift or rho, that this grid uses, or "".
 
         Raises:
             ValueError: the objective has no such grid, or a field is set that it does not use.

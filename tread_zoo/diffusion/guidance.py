@@ -46,8 +46,8 @@ from tread_zoo.seeding import make_image_generator
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
-    """Return weak + scale (strong - weak); at a scale of 1 or 0, one branch is evaluated. With
-    `channels`, only that many channels are guided, the first ones."""
+    """Return the function weak + scale (strong - weak) of two functions dx/dt; one that has no
+    effect is not called. With `channels`, only the first `channels` of the channels are guided."""
     if scale == 1:
         return strong
     if scale == 0 and channels is None:
@@ -74,9 +74,9 @@ class ImageBatch:
         levels: levels of the sampler's steps, descending, [num_steps + 1].
         weak: the network of a guidance's `weak_checkpoint`.
         routing: the routing method of training.
-        draw_routes: returns the crossings of evaluation 0, 1, …, if the guidance has none of its
-            own.
-        mean_slope: dx/dt is the mean slope over the sampler's step, not the slope at the level.
+        draw_routes: function from the number of an evaluation of dx/dt, 0, 1, …, to its crossings
+            (routed ranges of blocks), if the guidance has none of its own.
+        mean_slope: whether dx/dt is the mean slope over the sampler's step, not that at the level.
     """
 
     backbone: Backbone
@@ -91,12 +91,12 @@ class ImageBatch:
     mean_slope: bool = False
 
     def dx_dt(self, routes: Callable[[], Sequence[Crossing]] | None = None) -> DxDt:
-        """Return dx/dt of the backbone with the labels.
+        """Return the function dx/dt that the backbone predicts with the batch's labels.
 
         For a weak prediction, change the batch: `replace(batch, labels=…).dx_dt()`.
 
         Args:
-            routes: returns the crossings of the next evaluation; None: use `draw_routes`.
+            routes: function that returns the next evaluation's crossings; None: use `draw_routes`.
         """
         evaluations = itertools.count()
         routes = routes or (lambda: self.draw_routes(next(evaluations)))
@@ -110,8 +110,8 @@ class ImageBatch:
         return dx_dt
 
     def sample_routes(self, method: Method, rate: float, evaluation: int) -> Sequence[Crossing]:
-        """Return the crossings of one evaluation at a rate, none at rate 0. The tokens of an image
-        depend on (seed, image, evaluation) alone."""
+        """Return the crossings by which the fraction `rate` of tokens bypasses blocks in one
+        evaluation of dx/dt. The tokens depend on seed, image and `evaluation`, its number."""
         if rate == 0:
             return ()
         device = next(self.backbone.parameters()).device
@@ -147,7 +147,7 @@ class Guidance(Protocol):
     """
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:
-        """Return the guided dx/dt of a batch."""
+        """Return the guided dx/dt of an `ImageBatch`, a function of x and the level."""
 
 
 @register("guidance", "none")
@@ -193,7 +193,7 @@ _OFF = {
 
 
 def _value(option: Any, done: float, off: float) -> Any:
-    """Return an option's value after the fraction `done` of sampling."""
+    """Return `option`'s value at the fraction `done` of sampling; outside an interval, `off`."""
     if not isinstance(option, list | tuple):
         return option
     shape, *numbers = option
@@ -216,8 +216,8 @@ RoutingPart = Annotated[str | dict[str, Any], BeforeValidator(_method)]
 
 
 class _Options:
-    """The base of all kinds. Each kind declares some of these options as fields, and may fix
-    others."""
+    """The base of all kinds of guidance. Each kind declares some of these options as fields, and
+    may fix others."""
 
     scale: Any = 2.0
     channels: int | None = None
@@ -335,8 +335,8 @@ class _Options:
     def _draw_routes(
         self, batch: ImageBatch, rate: Any
     ) -> Callable[[int, float], Sequence[Crossing]]:
-        """Return a function of evaluation and rate that returns crossings. Without a rate of the
-        guidance, these are the batch's crossings."""
+        """Return a function from (number of an evaluation, rate) to the crossings of that
+        evaluation. If the guidance's option `rate` is 0, these are the batch's own."""
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
         try:
@@ -416,7 +416,7 @@ class CustomGuidance(_Options):
 @register("guidance", "cfg")
 @dataclass(frozen=True, kw_only=True)
 class ClassifierFree(_Options):
-    """The weak prediction has no label."""
+    """The weak prediction has no label, or no context: classifier-free guidance."""
 
     drop_label = True
     scale: Scale = 2.0
@@ -435,7 +435,7 @@ class IntervalGuidance(ClassifierFree):
 @register("guidance", "sparse")
 @dataclass(frozen=True, kw_only=True)
 class SparseGuidance(_Options):
-    """Both predictions come from one network with the same label, at two selection rates."""
+    """Both predictions come from one network with the same label; the weak one has fewer tokens."""
 
     scale: Scale = 2.0
     strong_rate: Rate = 0.0
@@ -455,8 +455,8 @@ class AutoGuidance(_Options):
 @register("guidance", "path_drop")
 @dataclass(frozen=True, kw_only=True)
 class PathDropGuidance(_Options):
-    """The weak prediction skips the blocks of the fused ranges and has no label, as in SPRINT's
-    released sampler; `custom` can drop the path alone."""
+    """The weak prediction has no label, and skips the blocks that some training steps skip, as in
+    SPRINT's released sampler; `custom` can keep the label."""
 
     drop_label = True
     drop_path = True
@@ -466,8 +466,8 @@ class PathDropGuidance(_Options):
 @register("guidance", "sparse_auto")
 @dataclass(frozen=True, kw_only=True)
 class SparseAutoGuidance(SparseGuidance):
-    """The weak prediction is from an earlier network. Over sampling, its tokens bypass less and
-    less, and the tokens of the strong prediction more and more."""
+    """The weak prediction is from an earlier network. Over sampling, ever fewer of its tokens
+    bypass blocks, and ever more of the strong prediction's."""
 
     weak_checkpoint: str = field()
     weak_rate: Rate = ("cosine", 0.6, 0.0)
@@ -477,7 +477,7 @@ class SparseAutoGuidance(SparseGuidance):
 @register("guidance", "sparse_cfg")
 @dataclass(frozen=True, kw_only=True)
 class SparseClassifierFree(SparseGuidance):
-    """The weak prediction has no label, and some of its tokens bypass, which makes it cheaper."""
+    """The weak prediction has no label, and some of its tokens bypass blocks: it is cheaper."""
 
     drop_label = True
     weak_rate: Rate = 0.5

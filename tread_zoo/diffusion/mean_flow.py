@@ -20,7 +20,7 @@ The difference follows from (t - r) u = h v + (t - h - r) u(x_t - h v, r, t - h)
 is constant over h. Where t - r <= h, this is flow matching. This form is ours (a related one is in
 arXiv 2604.08837).
 
-Guidance is a part of the target, so that sampling needs no second evaluation (section 4.2, eq. 19):
+Guidance by a label y is part of the target; sampling needs one evaluation (section 4.2, eq. 19):
 
     v~ = w v + k u(x_t, t, t | y) + (1 - w - k) u(x_t, t, t)      the scale is w / (1 - k)
 
@@ -54,7 +54,7 @@ _C = 0.01  # c for a squared error that is summed over C, H and W
 @register("objective", "mean_flow")
 @dataclass(frozen=True, kw_only=True)
 class MeanFlow(AdditiveNoise):
-    """The MeanFlow objective. `sampler=mean` steps by the mean velocity; other samplers use the
+    """The MeanFlow objective. `sampler=mean` steps with the mean velocity; other samplers use the
     network like a flow-matching network.
 
     Args:
@@ -102,7 +102,7 @@ class MeanFlow(AdditiveNoise):
         return 1.0
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Return t and r [B] and noise for a batch of `shape` [B,C,H,W]."""
+        """Return times t and r <= t, [B] each, and noise for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         first, second = (
             torch.sigmoid(self.logit_mean + self.logit_std * images.randn()) for _ in range(2)
@@ -112,8 +112,8 @@ class MeanFlow(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=t, end=r)
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return D / (D + c)^p of each image, [B], and D as `squared_error`. Without `draw.end`,
-        return the flow-matching loss."""
+        """Return the loss D / (D + c)^p of each image [B], and its mean squared error D [B] as
+        `squared_error`. Without `draw.end`, return the flow-matching loss."""
         if draw.end is None:
             return _FLOW.loss(predict, x, draw)
         x_t, t, r = self.noised(x, draw), draw.level, draw.end
@@ -126,7 +126,7 @@ class MeanFlow(AdditiveNoise):
         return weight * error, {"squared_error": error}
 
     def _guided(self, predict: Predict, x_t: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
-        """Return the guided velocity v~ for a `velocity` v."""
+        """Return v~, which is the `velocity` v at x_t and t [B] with guidance."""
         scale, mix = self.guidance_scale, self.guidance_mix
         parts = [scale * velocity] if scale != 1 else [velocity]
         if mix:
@@ -138,7 +138,8 @@ class MeanFlow(AdditiveNoise):
     def _correction(
         self, predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Tensor, mean: Tensor
     ) -> Tensor:
-        """Return (t - r) d/dt u, which `difference` sets to 0 where t - r <= step."""
+        """Return (t - r) d/dt u, to subtract from `velocity`; `mean` is the predicted u(x_t, r, t).
+        With `derivative=difference` it is 0 where t - r <= step."""
         if self.derivative == "exact":
             slope = mean_slope(predict, x_t, t, r, velocity)
             return per_image(t - r) * slope
@@ -153,7 +154,7 @@ class MeanFlow(AdditiveNoise):
         return _FLOW.dx_dt(predict, x_t, level)
 
     def signal(self, level: Tensor) -> Tensor:
-        """Return 1 - t."""
+        """Return 1 - t, the factor of the clean data."""
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
@@ -162,7 +163,7 @@ class MeanFlow(AdditiveNoise):
 
 
 def mean_slope(predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Tensor) -> Tensor:
-    """Return d/dt u along `velocity` [B,C,H,W], exactly.
+    """Return the exact d/dt of the predicted mean velocity u along `velocity` [B,C,H,W].
 
     Raises:
         ValueError: an operation has no forward-mode derivative.

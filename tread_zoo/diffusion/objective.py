@@ -30,7 +30,7 @@ Predict = Callable[..., Tensor]
 class Draw:
     """The random numbers of one loss: `noise` [B,C,H,W], standard normal, and `level` [B].
 
-    `end` [B] is the other end of a span of levels (MeanFlow); `token_levels` [B,N] is per token.
+    `end` [B] is the other end of a span of levels (MeanFlow); `token_levels` [B,N]: one per token.
     """
 
     noise: Tensor
@@ -45,10 +45,11 @@ class Draw:
 
 
 class Objective(Protocol):
-    """The interface that training and sampling use.
+    """The interface of an objective, which training and sampling use.
 
-    Only some samplers use `estimate`, `signal` and `noise`; euler and heun do not. An optional
-    method `check_training(backbone, label_dropout, routing)` raises ValueError if they do not fit.
+    Only some samplers use `estimate`, `signal` and `noise`. An optional method
+    `check_training(backbone, label_dropout, routing)` raises ValueError if one of these does not
+    suit the objective.
     """
 
     @property
@@ -70,10 +71,10 @@ class Objective(Protocol):
         """Return the estimate [B,C,H,W] of the clean data behind `x_t`, whose slope is `dx_dt`."""
 
     def signal(self, level: Tensor) -> Tensor:
-        """Return the factor of the clean data in x_t at `level`, of the same shape."""
+        """Return the factor of the clean data in x_t at `level`, in the shape of `level`."""
 
     def noise(self, level: Tensor) -> Tensor:
-        """Return the factor of the noise in x_t at `level`, of the same shape."""
+        """Return the factor of the noise in x_t at `level`, in the shape of `level`."""
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return the float64 levels [num_steps + 1], which fall strictly and end at exactly 0.
@@ -88,20 +89,20 @@ class AdditiveNoise:
     with signal(t) = 1 or 1 - t."""
 
     def noised(self, x: Tensor, draw: Draw) -> Tensor:
-        """Return signal(t) x + t noise, [B,C,H,W]."""
+        """Return the noisy data signal(t) x + t noise [B,C,H,W], with the noise and t of `draw`."""
         check_draw(x, draw)
         return per_image(self.signal(draw.level)) * x + per_image(draw.level) * draw.noise
 
     def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
-        """Return x_t - t dx/dt [B,C,H,W] at `level` = t [B]."""
+        """Return the clean estimate x_t - t dx/dt [B,C,H,W] at `level` = t [B]."""
         return x_t - per_image(level) * dx_dt
 
     def signal(self, level: Tensor) -> Tensor:
-        """Return 1: the data is not scaled."""
+        """Return ones in the shape of `level`: the data is not scaled."""
         return torch.ones_like(level)
 
     def noise(self, level: Tensor) -> Tensor:
-        """Return t."""
+        """Return t, the level itself."""
         return level
 
 

@@ -8,7 +8,7 @@ With a step h = t' - t < 0 from level t to t', d(x, t) = dx/dt, and a fresh z ~ 
     dpmpp_2m        x' = (b'/b) x + (a' - a b'/b) D~,  D~ = D + (D - D_before) k / (2 k_before)
                     with k the step in ln(a / b); second order, one evaluation a step
     edm_stochastic  t^ = (1 + gamma) t,  x^ = x + sqrt(t^^2 - t^2) s_noise z, then heun from t^
-    flow_sde        x' = x + h (v - w s / 2) + sqrt(-h w) z,  w = diffusion t,  s the score
+    flow_sde        x' = x + h (d(x, t) - w s / 2) + sqrt(-h w) z,  w = diffusion t,  s the score
 
 In x_t = a y + b n, a(t) is the signal and b(t) the noise; D is the estimate of the clean y that
 belongs to dx/dt. Heun is Algorithm 1 of arXiv 2206.00364, edm_stochastic its Algorithm 2; dpmpp_2m
@@ -46,8 +46,8 @@ class Problem:
     """What a sampler integrates.
 
     Args:
-        dx_dt: the slope, including guidance.
-        objective: defines the levels.
+        dx_dt: the function that returns the slope dx/dt, including guidance.
+        objective: the objective, which defines what a level means.
         fresh_noise: step number (from 0) -> standard normal noise [B,C,H,W] on the device of x.
     """
 
@@ -163,10 +163,10 @@ class EDMStochastic:
     """EDM's stochastic sampler: 2 num_steps - 1 evaluations, with fresh noise before each step.
 
     Args:
-        s_churn: total amount of noise; gamma = min(s_churn / num_steps, sqrt(2) - 1).
+        s_churn: total amount of noise: a step raises sigma by the fraction gamma =
+            min(s_churn / num_steps, sqrt(2) - 1).
         s_min, s_max: noise is added only where sigma is in [s_min, s_max].
-        s_noise: standard deviation of the noise; slightly above 1 restores detail that denoisers
-            lose.
+        s_noise: standard deviation of the noise; a bit above 1 restores detail that denoisers lose.
 
     Raises:
         ValueError: s_min is above s_max.
@@ -208,10 +208,10 @@ class FlowSDE:
     For any diffusion, x has the same distribution at every t as with the ODE; fresh noise corrects
     some of the error of earlier steps.
 
-    The released samplers of SiT, REPA and SPRINT have the drift v - D s and the noise sqrt(2 D)
-    with D = sigma = t, which is `diffusion=2`; the paper's w = sigma is `diffusion=1`. They take
-    249 equal steps from t = 1 to 0.04, and a last step to 0 with the same drift but no noise:
-    `num_steps=250`, `last_step=0.04`.
+    The released samplers of SiT, REPA and SPRINT have the drift v - D s (s is the score) and noise
+    sqrt(2 D) with D = sigma = t, which is `diffusion=2`; the paper's w = sigma is `diffusion=1`.
+    They take 249 equal steps from t = 1 to 0.04, and a last step to 0 with the same drift but no
+    noise: `num_steps=250`, `last_step=0.04`.
 
     Args:
         diffusion: strength of the fresh noise, w(t) / t; 0 is Euler's rule.

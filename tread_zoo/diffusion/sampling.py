@@ -51,7 +51,7 @@ class SamplingOptions:
     trained: Method = NO_ROUTING
 
     def levels(self, objective: Objective) -> Tensor:
-        """Return the levels of all steps: float64 [num_steps + 1].
+        """Return the noise levels of all steps, ending at 0: float64 [num_steps + 1].
 
         Raises:
             ValueError: the sampler or the grid does not fit the objective.
@@ -121,7 +121,7 @@ class SamplingOptions:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every setting as plain values; settings of the guidance have a prefix."""
+        """Return every setting as plain values by name; the guidance's begin with `guidance_`."""
         sampler = describe_part("sampler", self.sampler)
         guidance = describe_part("guidance", self.guidance)
         return {
@@ -214,7 +214,7 @@ def generate(
             unconditional network.
         seed: seed of the sequence.
         batch_size: images per batch.
-        precision: resolved, see `tread_zoo.runtime`.
+        precision: fp32, bf16 or fp16, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`, on the same device.
         watch: called with the noisy images [B, C, H, W] before each evaluation, scaled down where
             their noise has a standard deviation above 1.

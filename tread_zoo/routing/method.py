@@ -52,10 +52,10 @@ class Stack:
     Args:
         num_blocks: depth.
         grid: (h, w); N = h * w tokens.
-        widths: D of each stream between two blocks.
+        widths: D of each stream, a tensor of tokens that goes from block to block.
         skips: {consumer: producer} of each long skip, as block indices.
-        default_range: start and end that `auto` means, as in Python slices.
-        default_selector: selector that `auto` means.
+        default_range: start and end of the blocks to route by default, as in Python slices.
+        default_selector: name of the selector that `auto` means.
         keep: bool [B, N], tokens that every choice must keep, or None.
     """
 
@@ -69,7 +69,8 @@ class Stack:
 
     @classmethod
     def of(cls, backbone: Any) -> "Stack":
-        """Return the stack of a `Backbone`."""
+        """Return what a routing method knows about a `Backbone`: its depth, grid, widths, long
+        skips, default range and default selector."""
         return cls(
             backbone.num_blocks, backbone.grid, backbone.widths, backbone.skips,
             backbone.default_range, backbone.default_selector,
@@ -81,11 +82,12 @@ class Stack:
         return self.grid[0] * self.grid[1]
 
     def num_kept(self, rate: float) -> int:
-        """Return K, the number of tokens that run if the fraction `rate` bypasses."""
+        """Return K, the number of tokens that run if the fraction `rate` bypasses blocks."""
         return num_kept_tokens(self.num_tokens, rate)
 
     def span(self, start: int | str = "auto", end: int | str = "auto") -> tuple[int, int]:
-        """Return start and end of a range of blocks, counted from 0.
+        """Return start and end of a range of blocks as numbers from 0; negative numbers count from
+        the last block, and `auto` is the network's default.
 
         If the network is too shallow for its default range, `auto` at both ends means all blocks
         but the first and about the last third.
@@ -115,7 +117,7 @@ class Stack:
         num_kept: int,
         images: ImageGenerator,
     ) -> Select | Ranked:
-        """Return a crossing in which only K tokens run through a range of blocks.
+        """Return a `Select` or `Ranked` by which only K tokens run through a range of blocks.
 
         Args:
             span: start and end.
@@ -158,24 +160,25 @@ class Step:
     seed: int
 
     def chance(self, purpose: str) -> float:
-        """Return a random number in [0, 1) that depends only on the purpose, seed and step."""
+        """Return a random number in [0, 1) that depends only on `purpose`, seed and step."""
         return float(torch.rand((), generator=make_generator(purpose, self.seed, self.index)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of a routing method. Define `sample` or `route`; `selection_rate` may be a field.
+    """Base of a routing method. A subclass defines `sample` or `route`, and may have a field
+    `selection_rate`, the fraction of tokens that bypass blocks.
 
     Args:
         warm_start: fraction of training at its start that is not routed.
         dense_tail: fraction of training at its end that is not routed.
-        probability: probability that any other step is routed; all ranks decide alike.
+        probability: probability that a step outside of these two is routed; all ranks decide alike.
 
     Class attributes:
-        drawn: all choices are made before the network runs. False: they depend on activations,
-            whose rounding differs between machines.
-        keep_all_is_dense: with no token left out, the output equals that of an unrouted network.
-        for_any: the method needs no training, so it can sample networks trained with others.
+        drawn: whether all choices are made before the network runs. False: they depend on
+            activations, whose rounding differs between machines.
+        keep_all_is_dense: whether a network that leaves no token out equals one without routing.
+        for_any: whether the method also works in sampling from networks trained with others.
     """
 
     warm_start: Fraction = 0.0
@@ -198,35 +201,37 @@ class Method:
     # What a method defines ------------------------------------------------------------------------
 
     def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
-        """Return the crossings of a routed step; ids are on the device of `images`."""
+        """Return the crossings of a routed training step: which tokens the blocks of `stack` see.
+        Token ids are on the device of `images`, the random numbers per image."""
         return self.sample(stack, images, self.rate_at(step))
 
     def outcomes(
         self, stack: Stack, images: ImageGenerator, step: Step
     ) -> Sequence[tuple[float, Crossings]]:
-        """Return all results of `route` with their probabilities, for counting FLOPs."""
+        """Return all possible results of `route` as (probability, crossings), to count FLOPs."""
         return [(1.0, self.route(stack, images, step))]
 
     def rates(self) -> Sequence[Any]:
-        """Return the rates among the options; each is a number or changes over training."""
+        """Return the options that are selection rates: numbers, or lists like [linear, 0.5, 0]."""
         rate = getattr(self, "selection_rate", None)
         return () if rate is None else (rate,)
 
     def build(self, stack: Stack) -> nn.Module | None:
         """Return a module with the method's weights, or None.
 
-        Initial weights are drawn from torch's global generator. The module's `cross(crossings)`
-        returns the crossings that a call of the network runs; a dense call passes an empty tuple.
+        Initial weights are drawn from torch's global generator. In every call of the network, the
+        module's `cross(crossings)` turns the call's crossings, () if dense, into those to run.
         """
         return None
 
     @property
     def idle_weights(self) -> bool:
-        """Whether a weight may get no gradient in some steps."""
+        """Whether some of the network's weights may get no gradient in some steps."""
         return False
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        """Return the crossings of one network call in sampling; `rate` of the tokens bypass.
+        """Return the crossings of one network call in sampling, in which the fraction `rate` of the
+        tokens bypasses blocks.
 
         Raises:
             ValueError: training with this method does not prepare the network for it.
@@ -236,8 +241,8 @@ class Method:
         raise ValueError(f"routing={self.name} is for training only.")
 
     def weak(self, stack: Stack) -> Crossings:
-        """Return crossings for the weak prediction of guidance: they skip the blocks that some
-        training steps skip.
+        """Return the crossings that make the weak prediction of guidance: they skip the blocks that
+        some training steps skip.
 
         Raises:
             ValueError: no training step skips blocks.
@@ -250,7 +255,8 @@ class Method:
     def loss(
         self, objective: Any, predict: Any, x: Tensor, draw: Any, crossings: Crossings, patch: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each image [B] and other values by name; see `Objective.loss`."""
+        """Return the loss of each image [B] and other values by name; see `Objective.loss`. The
+        step has the given crossings, and `patch` is the side of a patch."""
         return objective.loss(predict, x, draw)
 
     @property
@@ -259,7 +265,7 @@ class Method:
         return type(self).loss is not Method.loss
 
     def check(self, stack: Stack) -> None:
-        """Raise `ValueError` if the options do not fit the network."""
+        """Raise `ValueError` if the method's options do not fit the network."""
         self._typical_outcomes(stack)
         usual = range(stack.num_blocks)[slice(*stack.default_range)]
         ends = getattr(self, "start", None), getattr(self, "end", None)
@@ -334,14 +340,14 @@ class Method:
         return rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
-        """Return the steps between the dense start and end, which may be none in a short run."""
+        """Return the steps that may be routed, between the run's dense start and end, if any."""
         return range(
             round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
         )
 
     def variants(self, stack: Stack, num_steps: int) -> Iterable[tuple[range, float, Crossings]]:
-        """Yield each variant of a run's steps: (steps, weight, crossings on the meta device). The
-        weights of a step's variants sum to 1, and give its mean FLOPs."""
+        """Yield (steps, weight, crossings on the meta device) for every way in which a range of
+        steps may run. A weight is that way's probability, which gives the mean FLOPs of a step."""
         routed = self.routed_steps(num_steps)
         edges = {0, num_steps, *((routed.start, routed.stop) if routed else ())}
         for rate in self.rates():
@@ -371,13 +377,13 @@ class Method:
         return ranked or not self.drawn
 
     def _typical_outcomes(self, stack: Stack) -> Sequence[tuple[float, Crossings]]:
-        """Return the outcomes of the first routed step of a run."""
+        """Return the `outcomes` of the first routed step in a run of typical length."""
         first = Step(self.routed_steps(TYPICAL_STEPS).start, TYPICAL_STEPS, seed=0)
         return self.outcomes(stack, counted_images(), first)
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the selectors that the options name, each as (kind, name)."""
+        """Return ("selector", name) for each selector that the options name."""
         found = [each["name"] for each in _mappings(options) if "name" in each and each != options]
         return [("selector", name) for name in found]
 
@@ -400,11 +406,12 @@ class Bypass(Method):
     selector: Selector = "auto"
 
     def span(self, stack: Stack) -> tuple[int, int]:
-        """Return the first block of the range, and the first one after it."""
+        """Return the index of the range's first block, and of the first block after the range."""
         return stack.span(self.start, self.end)
 
     def bypass(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        """Return the crossing in which `rate` of the tokens bypass the range; () at rate 0."""
+        """Return the crossing by which the fraction `rate` of the tokens bypasses the range of
+        blocks, as a tuple; () at rate 0."""
         if rate == 0:
             return ()
         return (stack.select(self.span(stack), self.selector, stack.num_kept(rate), images),)
@@ -427,7 +434,7 @@ def _make_selector(text: str) -> Any:
 
 
 def make_selector(part: Any) -> Any:
-    """Return a registered selector; equal options give the same object."""
+    """Return the selector `part`, a name or a mapping with `name` and options; it is cached."""
     return _make_selector(json.dumps(part, sort_keys=True))
 
 

@@ -108,7 +108,7 @@ def _serpentine(places: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _hilbert(width: int, height: int) -> Path:
-    """Return path(w, h) as in the module's docstring; w must be even or h odd."""
+    """Return path(w, h) of the module's docstring, as (column, row) pairs; w is even or h odd."""
     if height == 1:
         return tuple((x, 0) for x in range(width))
     if width == height == 2:

@@ -32,14 +32,14 @@ PERIODS = {"serpentine8": 8}  # orders that differ between layers
 
 @dataclass(frozen=True)
 class Scan:
-    """A walk over the tokens present.
+    """The order in which a mixer walks over the tokens present.
 
     Args:
         take: int64 [B * L], rows of the flattened tokens in the order of the walk; None: raster.
         undo: the inverse of `take`.
         places: int64 [B, K], the tokens' ascending indices along the full curve; None if no token
             is missing.
-        num_extra: E.
+        num_extra: E, the number of extra tokens, which come first.
         num_context: number of context tokens among the extra tokens.
     """
 
@@ -113,7 +113,7 @@ def _make_scan(layout: Any, name: str, index: int) -> Scan:
 
 
 class _Permute(torch.autograd.Function):
-    """Reorder tokens [B, L, D]; the gradient is the inverse gather, faster than scatter-add."""
+    """Reorder tokens [B, L, D]; the gradient is gathered back, which is faster than scatter-add."""
 
     @staticmethod
     def forward(x: Tensor, take: Tensor, undo: Tensor) -> Tensor:

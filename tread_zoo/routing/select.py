@@ -1,4 +1,4 @@
-"""Crossings that most routing methods are made of.
+"""Crossings for most routing methods: each says which tokens a range of blocks sees.
 
     Select    blocks see only the tokens `ids`; the others rejoin unchanged (TREAD, 2501.04765)
     Ranked    the same, but the tokens are chosen by a score of their states
@@ -7,7 +7,7 @@
 `Ranked` samples tokens without replacement, with probabilities proportional to their score s
 (Gumbel top-k; Kool et al. 2019, arXiv 1903.06059, section 3). The noise g is drawn in advance:
 
-    key_i = log s_i + g_i,  g_i ~ Gumbel(0, 1);  the K tokens with the largest keys stay
+    key_i = log s_i + g_i,  g_i ~ Gumbel(0, 1);  the K tokens with the largest keys are kept
 
 B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens, D width.
 """
@@ -27,7 +27,8 @@ Absent = Callable[[Streams], Streams]  # input of the blocks -> output for token
 
 
 def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
-    """Return K = N - floor(N * rate): `selection_rate` is the fraction that bypasses.
+    """Return K = N - floor(N * selection_rate): how many of N = `num_tokens` tokens run if the
+    fraction `selection_rate` of them bypasses the routed blocks.
 
     Raises:
         ValueError: `selection_rate` is outside [0, 1).
@@ -44,7 +45,7 @@ def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
 
 @dataclass(frozen=True)
 class Select(Crossing):
-    """Blocks `start … end-1` run only on the tokens `ids` and on extra tokens.
+    """Blocks `start … end-1` run only on the tokens `ids` and extra tokens (time, label, context).
 
     Selecting all tokens changes nothing.
 
@@ -52,11 +53,12 @@ class Select(Crossing):
         start: first routed block, 0 … depth-1.
         end: first block that sees all tokens again, start+1 … depth.
         ids: int64 [B, K], raster positions of the kept tokens, strictly ascending in each row.
-        absent: streams at the start -> values of the other tokens at the end; None: unchanged.
+        absent: function from all tokens (the streams) before the range to the values that bypassed
+            tokens get after it; None: they stay unchanged.
 
     Raises:
-        ValueError: the ids are not as above (values are checked on a CPU only). In a network: the
-            ids do not fit the batch or the grid, or tokens are missing already.
+        ValueError: the ids are not as above (values are checked on a CPU only). When a network
+            runs: they do not fit the batch or the grid, or another route has removed tokens.
     """
 
     ids: Tensor
@@ -102,8 +104,9 @@ class Ranked(Crossing):
     Args:
         start, end, absent: see `Select`.
         num_kept: K.
-        noise: Gumbel noise [B, N]; infinite for tokens that must stay.
-        score: maps tokens [B, N, D] of the first stream to scores [B, N] >= 0; gets no gradient.
+        noise: Gumbel noise [B, N]; infinite for tokens that must be kept.
+        score: function from the tokens [B, N, D] before the range (those of the first stream) to
+            scores [B, N] >= 0, computed without gradient.
     """
 
     num_kept: int
@@ -121,10 +124,10 @@ class Ranked(Crossing):
 
 @dataclass(frozen=True)
 class Skip(Crossing):
-    """Blocks `start … end-1` do not run for any token, extra tokens included.
+    """No token runs blocks `start … end-1`, extra tokens included.
 
-    Streams, and long skips from within the range, keep their values from the start of the range;
-    `absent` may return other streams.
+    After the range all tokens (the streams) are as before it, or what the function `absent` returns
+    for them. A long skip from a block in the range has the tokens from before the range, too.
     """
 
     absent: Absent | None = None
@@ -143,10 +146,11 @@ class Skip(Crossing):
 def check_trained(
     crossings: Sequence[Crossing], span: tuple[int, int], kinds: tuple[type[Crossing], ...]
 ) -> Sequence[Any]:
-    """Return the crossings, checked for a network whose weights were trained for one range.
+    """Return `crossings` unchanged if they suit a network whose routing weights were trained for
+    the range of blocks `span`.
 
     Raises:
-        ValueError: a crossing is neither a `Skip` nor one of `kinds`, or has another range.
+        ValueError: a crossing other than a `Skip` has another range, or a class not in `kinds`.
     """
     for each in crossings:
         fits = isinstance(each, kinds) and (each.start, each.end) == span
@@ -159,7 +163,7 @@ def check_trained(
 
 
 def draw_gumbel(num_tokens: int, generator: ImageGenerator) -> Tensor:
-    """Return Gumbel noise [B, num_tokens]."""
+    """Return Gumbel noise [B, num_tokens] for the B images of `generator`."""
     uniform = generator.rand(num_tokens)
     return -(-uniform.clamp_min(torch.finfo(uniform.dtype).tiny).log()).log()
 
@@ -167,7 +171,7 @@ def draw_gumbel(num_tokens: int, generator: ImageGenerator) -> Tensor:
 def bypassed_tokens(
     routes: Sequence[Crossing], batch: int, num_tokens: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return bool [B, N] on `device`: True where some `Select` drops the token."""
+    """Return bool [batch, num_tokens] on `device`: True if a `Select` in `routes` drops it."""
     away = torch.zeros(batch, num_tokens, dtype=torch.bool, device=device)
     for route in routes:
         if isinstance(route, Select):
@@ -176,8 +180,8 @@ def bypassed_tokens(
 
 
 def check_ids(ids: Tensor, tokens: Tokens) -> None:
-    """Raise `ValueError` unless ids [B, K] fit the batch and the grid, and all tokens are still
-    present."""
+    """Raise `ValueError` unless ids [B, K] fit the batch and the grid of `tokens`, and no other
+    route has removed any of these."""
     layout, batch = tokens.layout, len(tokens.streams[0])
     if layout.ids is not None:
         raise ValueError("a route starts where tokens are missing: two choices cannot be nested.")
@@ -189,5 +193,5 @@ def check_ids(ids: Tensor, tokens: Tokens) -> None:
 
 
 def _readable(ids: Tensor) -> bool:
-    """Return whether the values can be read without waiting for a device."""
+    """Return whether the values can be read at once: on a CPU, and not while code is compiled."""
     return ids.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -28,8 +28,8 @@ Grid = tuple[int, int]
 
 
 class Selector(Protocol):
-    """Chooses the kept tokens. The optional `check(grid)` raises ValueError if the options do not
-    suit the grid."""
+    """Chooses the tokens that a route keeps, and returns their positions [B, K]. An optional method
+    `check(grid)` raises ValueError if the selector's options do not suit the grid."""
 
     def __call__(
         self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator
@@ -104,9 +104,9 @@ class Structured:
     """Keep the same fraction of every 2x2 square of the grid, so that holes are small.
 
     A square with s tokens (fewer than 4 at an odd edge) keeps the floor or the ceiling of K s / N.
-    Systematic sampling over a random order, in integers, decides which squares get the ceiling: the
-    total is K, and its probability is the fractional part of K s / N. The choice within a square is
-    uniform.
+    Systematic sampling over a random order, in integers, decides which squares get the ceiling, so
+    that the total is K. A square gets it with a probability equal to the fractional part of
+    K s / N. The choice within a square is uniform.
     """
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
@@ -132,7 +132,7 @@ class Structured:
 @register("selector", "norm")
 @dataclass(frozen=True)
 class Norm:
-    """Sample tokens with probabilities proportional to their norms before the route."""
+    """Sample tokens with probabilities proportional to their states' norms before the route."""
 
     def score(self, tokens: Tensor) -> Tensor:
         return tokens.float().norm(dim=-1)
@@ -149,8 +149,8 @@ class Groups(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def tiles(grid: Grid, sides: Grid, device: torch.device) -> Groups:
-    """Return the tiles of a grid, `sides` (height, width) tokens large, smaller at the lower and
-    right edge; cached per device."""
+    """Return the `Groups` that cut a grid into tiles of `sides` (height, width) tokens, smaller at
+    the lower and right edges; cached per device."""
     position = torch.arange(grid[0] * grid[1])
     row, column = position // grid[1] // sides[0], position % grid[1] // sides[1]
     group = row * -(-grid[1] // sides[1]) + column

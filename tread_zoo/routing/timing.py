@@ -27,10 +27,10 @@ Chance = Annotated[float, Field(gt=0, le=1)]
 
 
 def stairs(rate: Any, routed: range, num_steps: int) -> tuple[tuple[int, float], ...]:
-    """Return (first step, rate) of each level of a rate, ascending in the step.
+    """Return (first step, value) for each value that a rate takes over a run, in order of steps.
 
     Args:
-        rate: see the module's docstring.
+        rate: a number or a list, such as [linear, 0.75, 0.25]; see the module's docstring.
         routed: the routed steps, first … last-1.
         num_steps: number of steps of the run.
     """
@@ -53,15 +53,17 @@ def stairs(rate: Any, routed: range, num_steps: int) -> tuple[tuple[int, float],
 
 
 def rate_at(rate: Any, step: int, routed: range, num_steps: int) -> float:
-    """Return the rate of a routed step."""
+    """Return the value of `rate` at a routed step; for the arguments see `stairs`."""
     levels = stairs(rate, routed, num_steps)
     return next(value for begin, value in reversed(levels) if begin <= step)
 
 
 def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> None:
-    """Raise `ValueError` if a list is not a rate, or changes outside the routed part of training.
+    """Raise `ValueError` if `rate` is a list that is no rate, or that changes outside the routed
+    part of training.
 
-    field: the name of the option, for errors.
+    `field` is the option's name, for errors; `warm_start` and `dense_tail` are the fractions of
+    training at its start and end that are not routed.
     """
     if not isinstance(rate, list | tuple):
         return
@@ -81,8 +83,8 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
 
 
 def _changes(rate: Sequence[Any]) -> list[float] | None:
-    """Return the fractions of training at which [steps, …] changes; [] for linear and cosine, None
-    if the list is not a rate."""
+    """Return the fractions of training at which a rate [steps, …] changes; [] if the rate is linear
+    or cosine, None if the list is not a rate."""
     name, *values = rate
     if name in ("linear", "cosine"):
         rates, fractions, fits = values, [], len(values) == 2

@@ -1,5 +1,5 @@
-"""An objective's loss per token. The objective gets each patch as an image, so its loss must not
-mix pixels.
+"""An objective's loss per token. The objective gets each patch as an image of its own, so its loss
+must not relate pixels of different patches.
 
 B batch, N tokens, C channels, p patch size.
 """
@@ -15,7 +15,8 @@ from tread_zoo.contract.layers import patchify, unpatchify
 def token_losses(
     objective: Any, predict: Any, x: Tensor, draw: Any, levels: Tensor, patch_size: int
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return the losses [B, N], the values of `objective.loss`, and the network's output.
+    """Return the loss of each token [B, N], the further values that `objective.loss` returns by
+    name, and the network's output [B, C_out, H, W].
 
     Args:
         objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
@@ -27,7 +28,7 @@ def token_losses(
     outputs: list[Tensor] = []
 
     def cut(images: Tensor) -> Tensor:
-        """Return the patches of images as images [B N, C, p, p]."""
+        """Return each patch of `images` [B, C, H, W] as an image: [B N, C, p, p]."""
         return patchify(images, p).view(batch * num_tokens, -1, p, p)
 
     def predict_patches(patches: Tensor, t: Tensor) -> Tensor:
@@ -46,9 +47,9 @@ def token_losses(
 def loss_by_token(
     objective: Any, predict: Any, x: Tensor, draw: Any, *, patch_size: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each image [B] and the values of `objective.loss`.
+    """Return the loss of each image [B], a mean over its tokens, and further values by name.
 
-    Tokens have the noise levels `draw.token_levels` [B, N]. For arguments see `token_losses`."""
+    Each token has its own noise level, `draw.token_levels` [B, N]; otherwise as `token_losses`."""
     losses, values, _ = token_losses(objective, predict, x, draw, draw.token_levels, patch_size)
     return losses.mean(dim=1), values
 
@@ -65,8 +66,9 @@ def split_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss of each image [B] that treats kept and bypassed tokens differently.
 
-    Let l_i be the objective's loss at patch i, D its estimate of the clean data, S the set of kept
-    and M the set of bypassed tokens (MaskDiT, arXiv 2306.09305, section 3.3). Then
+    Let l_i be the objective's loss at patch i, x_t the noisy input, D the estimate of the clean
+    data, S the set of kept and M the set of bypassed tokens. Then, as in MaskDiT (arXiv 2306.09305,
+    section 3.3),
 
         L = mean over S of l_i + weight mean over M of |D_i - x_t,i|^2
 
@@ -81,8 +83,8 @@ def split_loss(
         weight: factor on the second term.
 
     Returns:
-        The losses, the values of `objective.loss`, and `reconstruction`, the mean over M, or 0
-        where M is empty.
+        The losses, and a dict: the further values of `objective.loss`, and `reconstruction`, the
+        mean over M (0 where M is empty).
     """
     losses, values, output = token_losses(objective, predict, x, draw, draw.level, patch_size)
     shape = (-1, *[1] * (x.ndim - 1))

@@ -5,9 +5,9 @@ MaskDiT (arXiv 2306.09305): between encoder and decoder
     rejoined[i] = the processed token  if i was kept,  m_i  otherwise        m [N, D], learned
 
 MaskDiT adds one learned vector to fixed positions; here their sum m_i is learned, which suits any
-architecture. All streams are masked, and all long skips that cross the end of the range. The loss
-is `tread_zoo.routing.token_loss.split_loss`. MicroDiT (arXiv 2407.15811) drops tokens and has a
-loss on the kept tokens only.
+architecture. Tokens are replaced in all streams, and in all long skips that are used after the
+range. The loss is `tread_zoo.routing.token_loss.split_loss`. MicroDiT (arXiv 2407.15811) drops
+tokens and has a loss on the kept tokens only.
 
 B batch, E extra tokens, N tokens of the grid, D width of a stream.
 """
@@ -85,9 +85,8 @@ class MaskDiT(MicroDiT):
 
 
 class MaskTokens(nn.Module):
-    """One learned token per stream and grid position, for the end of one range of blocks.
-
-    They start as the sine-cosine encoding of their positions.
+    """Learned tokens, one per stream and grid position, that replace the tokens that bypassed a
+    range of blocks. They start as the sine-cosine encoding of their positions.
 
     Args:
         span: start and end of the range.
@@ -103,14 +102,16 @@ class MaskTokens(nn.Module):
         )
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings, changed so that these tokens replace those that bypassed."""
+        """Return `crossings` with each `Select` changed to a `Mask`, after which these tokens
+        replace the bypassed ones."""
         return [
             Mask(*self.span, each.ids, self) if isinstance(each, Select) else each
             for each in check_trained(crossings, self.span, (Select,))
         ]
 
     def forward(self, streams: Streams) -> Streams:
-        """Return mask tokens shaped and typed as the streams [B, E + N, D]; extra tokens are 0."""
+        """Return the learned tokens in the shape and type of the streams [B, E + N, D], with zeros
+        for extra tokens."""
         return tuple(
             F.pad(mask.to(stream.dtype), (0, 0, stream.shape[1] - len(mask), 0)).expand_as(stream)
             for mask, stream in zip(self.tokens, streams, strict=True)
@@ -119,7 +120,7 @@ class MaskTokens(nn.Module):
 
 @dataclass(frozen=True)
 class Mask(Crossing):
-    """A `Select` whose end replaces bypassed tokens by learned ones in streams and long skips."""
+    """A `Select` after which learned tokens replace bypassed ones, in streams and long skips."""
 
     ids: Tensor
     mask: MaskTokens

@@ -1,8 +1,10 @@
 """Mixture of Depths (arXiv 2404.02258): a learned score chooses the tokens that a block sees.
 
-    s_i = w . x_i + b;  the K tokens with the largest s run;  x_i + sigmoid(s_i) (f(x)_i - x_i)
+    s_i  = w . x_i + b                              of each token x_i, before a block f
+    x_i -> x_i + sigmoid(s_i) (f(x)_i - x_i)        for the K tokens with the largest s
 
-The sigmoid trains the router, a linear map D -> 1 per block. Sampling chooses in the same way.
+The sigmoid lets gradients reach the router w, b: a linear map D -> 1 per block. Sampling chooses
+in the same way.
 
 B batch, N tokens, K tokens that run, E extra tokens, D width.
 """
@@ -61,11 +63,11 @@ class MixtureOfDepths(Method):
 
 
 class Routers(nn.Module):
-    """A router D -> 1 for each routed block.
+    """A linear map D -> 1 for each routed block, which scores its tokens.
 
     Args:
-        width: D of the first stream.
-        default: the crossings of a call without routes.
+        width: D of the tokens that are scored, which are the first stream.
+        default: a `Weigh` for each routed block, for calls of the network that name no route.
     """
 
     def __init__(self, width: int, default: Sequence[Any]) -> None:
@@ -74,7 +76,8 @@ class Routers(nn.Module):
         self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings with their routers set; `default` if no crossing routes tokens."""
+        """Return `crossings`, each `Weigh` with the router of its block. If there is no `Weigh`,
+        those of `default` are added."""
         given = [each for each in crossings if isinstance(each, Weigh)]
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):
@@ -87,7 +90,7 @@ class Routers(nn.Module):
 
 @dataclass(frozen=True)
 class Weigh(Crossing):
-    """The tokens with the largest scores run, and the score scales their update.
+    """Only the K tokens with the largest scores run; the score's sigmoid scales a token's update.
 
     Args:
         num_kept: K.

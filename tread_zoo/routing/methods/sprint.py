@@ -1,4 +1,4 @@
-"""SPRINT (arXiv 2510.21986): a learned map fuses the streams at both ends of a sparse range.
+"""SPRINT (arXiv 2510.21986): a learned map fuses the tokens before and after a range of blocks.
 
     fused = W cat(dense, sparse) + b            W [D, 2D], at first [I, I] / 2; b at first 0
     dense  = the stream at the start of the range, all tokens
@@ -38,7 +38,7 @@ Absent = Literal["token", "zero", "dense"]
 @register("routing", "sprint")
 @dataclass(frozen=True, kw_only=True)
 class Sprint(Bypass):
-    """Few tokens run through the middle blocks, and a learned map fuses both ends (SPRINT).
+    """Few tokens run the middle blocks; a learned map fuses the tokens before and after (SPRINT).
 
     The first and last blocks see all tokens. arXiv 2510.21986; end training with a short
     `dense_tail`, as the paper does.
@@ -81,7 +81,7 @@ class Sprint(Bypass):
 
 
 class Fusions(nn.Module):
-    """The fusion at the end of one range of blocks: one linear map 2D -> D per stream.
+    """Linear maps 2D -> D, one per stream, that fuse the tokens before and after a range of blocks.
 
     Args:
         span: start and end of the range.
@@ -100,7 +100,8 @@ class Fusions(nn.Module):
                 self.register_buffer(f"token_{index}", 0.02 * torch.randn(width))
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings nested in the range's fusion; only the fusion if there are none."""
+        """Return the range's `Fuse` and `crossings`, which nest inside it; so a call of the network
+        without routes also fuses."""
         inner = [
             replace(each, absent=self.absent) if (each.start, each.end) == self.span else each
             for each in check_trained(crossings, self.span, (Select, Ranked))
@@ -108,7 +109,7 @@ class Fusions(nn.Module):
         return [Fuse(*self.span, self), *inner]
 
     def absent(self, streams: Streams) -> Streams:
-        """Return what the map gets for tokens that did not run, in the shape of the streams."""
+        """Return what the maps get for tokens that did not run, in the shape of the streams."""
         if self.kind == "zero":
             return tuple(map(torch.zeros_like, streams))
         if self.kind == "token":
@@ -136,7 +137,7 @@ class Fusions(nn.Module):
 
 @dataclass(frozen=True)
 class Fuse(Crossing):
-    """Replaces the streams at the end of a range by a learned map of its input and its output."""
+    """Replaces the streams after a range of blocks by a learned map of those before and after."""
 
     fusion: Fusions
 

@@ -66,7 +66,7 @@ class TokenMerging(Method):
 
 @dataclass(frozen=True)
 class Merge(Crossing):
-    """Blocks run on K groups of tokens.
+    """Blocks run on K groups of similar tokens, each as the mean of its tokens.
 
     Args:
         targets: int64 [B, M], positions of the tokens that others may join, ascending.

@@ -16,7 +16,7 @@ from tread_zoo.seeding import ImageGenerator
 
 @checked(frozen=True, kw_only=True, config=OPTIONS)
 class Route:
-    """One of several routes; None means the method's own option."""
+    """One of several routes: a range of blocks, its rate and its selector. None: as in `Tread`."""
 
     start: Auto | int = "auto"
     end: Auto | int = "auto"
@@ -31,7 +31,7 @@ class Tread(Bypass):
 
     Args:
         routes: several routes in sequence, [{start: 2, end: 5}, {start: 6, end: -2}], each with
-            start, end, selection_rate and selector; the last two default to the options above.
+            start, end, selection_rate and selector; the last two default to the method's options.
     """
 
     routes: tuple[dict[str, Any], ...] = ()
@@ -51,7 +51,7 @@ class Tread(Bypass):
         return [part.selection_rate for part in self._parts()]
 
     def _parts(self) -> "list[Tread]":
-        """Return one method per route, each with a single route."""
+        """Return a `Tread` for each of the routes, with that route alone."""
         parts = []
         for route in self.routes:
             given = {key: value for key, value in route.items() if value is not None}

@@ -21,7 +21,7 @@ First = int | Tensor  # int64 [B] where images start at different positions
 
 
 class PerImage:
-    """A table [B, K, ...] that replaces a table [K, ...] which blocks broadcast over the batch."""
+    """A table [B, K, ...] in place of a table [K, ...] that blocks broadcast over the batch."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.dtype, self.device = values, values.dtype, values.device
@@ -51,7 +51,8 @@ class PerImage:
 
 
 def sequence(ids: Tensor, num_tokens: int, others: int, first: First) -> Tensor:
-    """Return the positions of image tokens `ids` and all others in a sequence, [B, K + others]."""
+    """Return the positions in the full sequence of the image tokens `ids` [B, K] and of all other
+    tokens, in order: [B, K + others]. Of its `num_tokens` image tokens, the first is at `first`."""
     if others == 0:
         return ids
     kept = ids.shape[1]
@@ -63,7 +64,7 @@ def sequence(ids: Tensor, num_tokens: int, others: int, first: First) -> Tensor:
 
 
 def image_of(tokens: Tensor, count: int, first: First) -> Tensor:
-    """Return the `count` image tokens of a sequence [B, L, D]."""
+    """Return the `count` image tokens of a sequence [B, L, D], which begin at position `first`."""
     if tokens.shape[1] == count:
         return tokens
     if isinstance(first, int):
@@ -72,7 +73,8 @@ def image_of(tokens: Tensor, count: int, first: First) -> Tensor:
 
 
 def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tensor:
-    """Return a sequence whose `count` image tokens are replaced by `image` [B, M, D]."""
+    """Return the sequence `tokens` [B, L, D] with its `count` image tokens, which begin at position
+    `first`, replaced by `image` [B, M, D]."""
     if tokens.shape[1] == count:
         return image
     image = image.to(tokens.dtype)
@@ -87,7 +89,7 @@ def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tenso
 
 
 def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """Return the entries of `values` at `rows` [B, K] along `dim`; their batch size is B or 1."""
+    """Return the entries of `values`, whose batch size is B or 1, at `rows` [B, K] along `dim`."""
     values = values.expand(len(rows), *values.shape[1:])
     shape = (len(rows), *[1] * (dim - 1), rows.shape[1], *[1] * (values.ndim - dim - 1))
     return torch.take_along_dim(values, rows.view(shape), dim)
@@ -95,15 +97,15 @@ def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Gathers the per-token arguments of a call.
+    """Restricts those arguments of a block that are per token to the tokens present.
 
     Args:
         num_tokens: N.
-        sizes: size of a dimension -> number of other tokens, and where the image starts.
+        sizes: size of a dimension over tokens -> (number of other tokens, where the image starts).
         batch: B.
-        form: `broadcast` gives unbatched tables as `PerImage`, `plain` as a tensor [B, K, ...],
-            `shared` as a tensor [K, ...] of the first image's ids.
-        made: tensors that blocks of the route returned, which are gathered already.
+        form: how the block gets tables without a batch dimension: `broadcast` as `PerImage`,
+            `plain` as a tensor [B, K, ...], `shared` as a tensor [K, ...] of the first image's ids.
+        made: outputs of earlier blocks of the route, which have only the tokens present.
     """
 
     num_tokens: int
@@ -113,8 +115,8 @@ class Adapter:
     made: Any
 
     def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
-        """Return the arguments, with those per token gathered for `ids` [B, K] in the order of the
-        ids. The argument `key` is not changed."""
+        """Return the arguments `named`, those per token with only the entries at `ids` [B, K], in
+        the order of the ids. The argument `key` is not changed."""
         return {
             name: value if name == key or name.startswith(OTHER) else self._any(name, value, ids)
             for name, value in named.items()
@@ -139,7 +141,7 @@ class Adapter:
         return value
 
     def _dims(self, name: str, value: Tensor) -> list[int]:
-        """Return the dimensions of a tensor that run over tokens."""
+        """Return the dimensions of `value`, the argument called `name`, that run over tokens."""
         table = any(word in name for word in TABLES)
         number = value.is_floating_point() or value.is_complex()
         last = value.ndim - 1 if value.ndim > 1 and number and "mask" not in name else None

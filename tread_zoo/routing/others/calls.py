@@ -1,8 +1,9 @@
 """One forward pass of another project's network, with blocks called on some of the tokens.
 
 While the network runs, its lists of blocks are lists of `Call`s, which hold the `RoutedPass` of
-this pass. Gradient checkpointing keeps the `Call`s, so a recomputation uses the crossings of its
-own pass, whatever ran since. Crossings are disjoint and only see image tokens.
+this pass. A `Crossing` is a range of blocks that see fewer tokens; here crossings are disjoint, and
+choose among image tokens only. Gradient checkpointing keeps the `Call`s, so a recomputation uses
+the crossings of its own pass, whatever ran since.
 
 B batch, N image tokens, K image tokens present, T other tokens of the same sequence, D width.
 """
@@ -35,13 +36,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Visit:
-    """One call of a block within a crossing.
+    """One call of a block within a crossing, a range of blocks that see fewer tokens.
 
     Args:
-        named: its arguments by name; `key` is the name of the argument with the tokens.
+        named: the block's arguments by name; `key` is the name of the argument with the tokens.
         sequence: the tokens present, [B, K + T, D].
         tokens: the image tokens among them, [B, K, D].
-        exit: what follows the crossing's last block; None unless this is its first block.
+        exit: the function to apply after the crossing's last block; None unless this is its first.
     """
 
     index: int
@@ -61,12 +62,14 @@ class Visit:
 
 @dataclass
 class Passage:
-    """What a pass keeps of a crossing, for its later blocks and for recomputations.
+    """What a forward pass remembers about a crossing (a range of blocks that see fewer tokens), for
+    the range's later blocks and for recomputation in the backward pass.
 
     Args:
-        start: the tokens at its start, without autograd graph.
-        layout: the tokens inside.
-        exit: what follows its last block; None after the pass, so that memory can be freed.
+        start: the image tokens before the first block, without autograd graph.
+        layout: which tokens the blocks see.
+        exit: the function from the tokens after the last block to those that follow; None after the
+            pass, so that memory can be freed.
     """
 
     start: Tokens
@@ -94,7 +97,8 @@ class RoutedPass:
         self.length: tuple[int, int] | None = None  # list of the last block, its num_tokens
 
     def close(self) -> None:
-        """End the pass; recomputations may follow, which need the images' offsets."""
+        """End the pass and free memory. The positions at which images begin are kept, because
+        recomputations in the backward pass may need them."""
         offsets = self.routes.family.offsets
         self.arguments = {} if offsets is None else {"offsets": offsets(self.arguments)}
         self.open, self.replaced = False, []
@@ -113,7 +117,8 @@ class RoutedPass:
             )
 
     def run(self, index: int | None, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a block's output, with the crossing that starts or ends at the block applied."""
+        """Return a block's output. A `Crossing` that starts at the block is entered before it runs,
+        and one that ends there is left afterwards."""
         named = self.routes.named(block, args, kwargs)
         key = self.routes.tokens or next(iter(named))
         if self.crossings is None:
@@ -164,7 +169,7 @@ class RoutedPass:
             )
 
     def _first(self, others: int) -> First:
-        """Return the position of the image in a sequence with `others` other tokens."""
+        """Return where the image begins in a sequence with `others` other tokens."""
         offsets, family = self.arguments.get("offsets"), self.routes.family
         if offsets is None and family.offsets is not None:
             offsets = family.offsets(self.arguments)
@@ -186,7 +191,7 @@ class RoutedPass:
     def _enter(
         self, index: int, block: nn.Module, named: dict[str, Any], key: str, crossing: Crossing
     ) -> Visit:
-        """Return the visit of a block, after its crossing is entered if it starts here."""
+        """Return the `Visit` of a block in `crossing`, which is entered first if it starts here."""
         x: Tensor = named[key]
         layout = Layout((1, self.num_tokens), 0, None, len(x), x.device)
         if index > crossing.start:
@@ -207,7 +212,8 @@ class RoutedPass:
         return Visit(index, block, named, key, crossing, x, tokens, exit)
 
     def _exit(self, crossing: Crossing) -> Exit:
-        """Return a crossing's exit; recomputations enter the crossing again, without gradients."""
+        """Return the function to apply after the last block of a `Crossing`. After the pass, when
+        it is no longer kept, the crossing is entered again without gradients to get it."""
         passage = self.passages[crossing.start]
         if passage.exit is not None:
             return passage.exit
@@ -215,7 +221,8 @@ class RoutedPass:
             return crossing.enter(passage.start)[1]
 
     def _whole(self, named: dict[str, Any], inside: Crossing | None) -> dict[str, Any]:
-        """Return the arguments, with all tokens in long skips from crossings that have ended."""
+        """Return the arguments `named` with all tokens in long skips: outputs of blocks in
+        crossings other than `inside`, which have ended, get back the tokens that they lack."""
         for name, value in named.items() if len(self.made) else ():
             crossing = self.made.get(value) if isinstance(value, Tensor) else None
             if crossing is not None and crossing is not inside:
@@ -227,7 +234,8 @@ class RoutedPass:
         return named
 
     def _arguments(self, visit: Visit, form: str, turn: Tensor | None = None) -> dict[str, Any]:
-        """Return a block's arguments for the tokens present, optionally reordered by `turn`."""
+        """Return a block's arguments for the tokens present, optionally reordered by `turn` [B, K];
+        for `form` see `Adapter`."""
         new, ids = visit.sequence, visit.ids
         if ids is None:
             return {**visit.named, visit.key: new}
@@ -250,7 +258,8 @@ class RoutedPass:
         }
 
     def _verdict(self, visit: Visit, ids: Tensor) -> Verdict:
-        """Return the verdict on the block's class; examine the class as long as it has none."""
+        """Return the `Verdict` on the block's class. A class is tested until one of its blocks
+        changes its tokens, so that the test can tell."""
         name = self.routes.kind(visit.index, visit.block)
         known: Verdict | None = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):
@@ -273,7 +282,7 @@ class RoutedPass:
     # After a block --------------------------------------------------------------------------------
 
     def _leave(self, visit: Visit, out: Any, verdict: Verdict | None) -> Any:
-        """Return the block's output, after the crossing if it ends here."""
+        """Return the output `out` of a visited block, with all tokens if a crossing ends here."""
         at = None
         if not isinstance(out, Tensor):
             at = verdict.output if verdict else self._outputs(visit).index(visit.key)

@@ -22,12 +22,13 @@ FAILURES = (RuntimeError, TypeError, AttributeError, IndexError, ValueError, Ass
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the test for a class of blocks.
+    """The result of testing whether a class of blocks may be routed.
 
     Args:
-        form: how it takes unbatched tables, see `Adapter`.
-        output: index of the output with the tokens; None: the only output.
-        error: error on reordered tokens, relative to the block's update; None: no update yet.
+        form: how its blocks take tables without a batch dimension, see `Adapter`.
+        output: index of the tokens among a block's outputs; None: they are the only output.
+        error: how far reordering the tokens changes a block's output, relative to the block's
+            update of the tokens; None: the block does not change the tokens yet.
     """
 
     form: str
@@ -36,7 +37,8 @@ class Verdict:
 
 
 def cycle(num_tokens: int, batch: int, device: torch.device, shared: bool) -> Tensor:
-    """Return reorderings int64 [B, K] that leave no token in place."""
+    """Return reorderings of K = `num_tokens` tokens that leave none in place, int64 [B, K]; with
+    `shared`, the same one for all images."""
     numbers = make_image_generator("order", images=range(batch), device=device)
     order = numbers.rand(num_tokens).argsort(dim=1)
     order = order[:1].expand(batch, -1) if shared else order
@@ -51,14 +53,15 @@ def examine(
     reorder: Tensor,
     forms: tuple[str, ...],
 ) -> Verdict:
-    """Return the verdict on a class of blocks.
+    """Test whether a class of blocks may be routed, and return the `Verdict`.
 
     Args:
         block: a block of the class.
-        call: (form, whether to reorder the tokens) -> the block's arguments.
+        call: function of (form, whether to reorder the tokens) that returns the block's arguments.
         key: name of the argument that has the tokens.
         reorder: int64 [B, L], the sequence in the new order.
-        forms: forms to try.
+        forms: ways to pass tables without a batch dimension, see `Adapter`; the first with which
+            the block passes the test is taken.
 
     Raises:
         ValueError: the block's output depends on the order of tokens.
@@ -115,7 +118,8 @@ def _compare(
 
 
 def _error(one: Tensor, two: Tensor, x: Tensor, reorder: Tensor) -> tuple[float | None, float]:
-    """Return the error relative to the update (None without an update), and its absolute size."""
+    """Return how far `two`, the output for reordered tokens, is from `one`, the output for x,
+    reordered: relative to the block's update one - x (None if that is 0), and absolutely."""
     gap = float((two - take(one, reorder, 1)).float().norm())
     update = float((one - x).float().norm())
     return (gap / update if update > 0 else None), gap
@@ -128,7 +132,7 @@ def _limit(tokens: Tensor) -> float:
 
 @torch.no_grad()
 def most_similar(output: Any, named: Mapping[str, Any]) -> list[str | None]:
-    """Return, for each output of a block, the name of the nearest argument of equal shape."""
+    """Return, per output of a block, the name of the nearest argument of equal shape, or None."""
     names: list[str | None] = []
     for out in (output,) if isinstance(output, Tensor) else output:
         near = {

@@ -1,4 +1,4 @@
-"""How known classes arrange their tokens, by class name; diffusers is not imported.
+"""How known classes of networks arrange their tokens, by class name; diffusers is not imported.
 
 N image tokens, T other tokens of the same sequence.
 """
@@ -23,13 +23,15 @@ class Family:
 
     Args:
         lists: names of its lists of blocks in order of use; missing ones are ignored.
-        watch: lists that run first, on image tokens only; they show N.
-        image_first: in a shared sequence the image precedes the other tokens.
-        offsets: arguments -> first position of each image in a shared sequence, [B].
-        extra: (arguments, tokens [B, N + T, D]) -> T in the first list.
-        crosses: a route may run from one list into the next.
-        shared: unbatched arguments per token, such as rotary tables, must be plain tensors, so all
-            images of a batch keep the same tokens.
+        watch: lists of blocks that run before these, on image tokens only, so that N is known.
+        image_first: whether the image comes before the other tokens where both are one sequence.
+        offsets: function of the network's arguments that returns where each image begins in such a
+            sequence, [B].
+        extra: function of the network's arguments and the tokens [B, N + T, D] of the first block
+            that returns T.
+        crosses: whether a route may run from one list into the next.
+        shared: whether arguments per token without a batch dimension, such as rotary tables, must
+            stay so; then all images of a batch keep the same tokens.
     """
 
     lists: tuple[str, ...] = LISTS

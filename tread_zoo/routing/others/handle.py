@@ -74,8 +74,8 @@ class Routes:
         self.step, self.passes = (step, num_steps), 0
 
     def keep(self, mask: Tensor | None) -> None:
-        """Never drop the tokens that are True in `mask` [B, N], until the next call; None removes
-        the mask."""
+        """Never drop the tokens that are True in `mask` [B, N], until `keep` is called again; None
+        removes the mask."""
         if mask is not None and not hasattr(self.method, "selector"):
             raise ValueError(f"method={self.method.name} chooses no tokens, so it can keep none.")
         self.kept = mask
@@ -124,7 +124,7 @@ class Routes:
         return {"count": self.count, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a saved state."""
+        """Continue from a state that `state_dict` returned."""
         self.count, self.seed = state["count"], state["seed"]
 
     # A pass of the network ------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Routes:
         return False
 
     def _draws(self) -> tuple[Step, int]:
-        """Return the step of a new pass, and the number of the pass within it."""
+        """Return the `Step` of a new forward pass, and the number of the pass within that step."""
         if self.step is None:
             if _is_scheduled(self.method):
                 raise RuntimeError(
@@ -200,7 +200,7 @@ class Routes:
         return self.edges[-1]
 
     def list_of(self, index: int) -> int:
-        """Return the index of the list that a block is in."""
+        """Return the index, in `lists`, of the list that has the block `index`."""
         return sum(edge <= index for edge in self.edges[1:])
 
     def kind(self, index: int, block: nn.Module) -> str:
@@ -209,7 +209,7 @@ class Routes:
         return f"{title} of {self.lists[self.list_of(index)]}"
 
     def named(self, block: nn.Module, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
-        """Return a block's arguments by name."""
+        """Return the positional and keyword arguments of a block's call by name."""
         inner: Any = type(getattr(block, "_orig_mod", block))
         names = list(inspect.signature(inner.forward).parameters)[1 : len(args) + 1]
         return {**dict(zip(names, args, strict=True)), **kwargs}
@@ -217,7 +217,11 @@ class Routes:
     def draw(
         self, draws: tuple[Step, int], x: Tensor, num_tokens: int, arguments: Arguments
     ) -> list[Crossing]:
-        """Return the crossings of one pass in their order, for tokens x [B, N + T, D]."""
+        """Return the crossings (routed ranges of blocks) of one forward pass, in their order.
+
+        `draws` is the step and the number of the pass within it, x [B, N + T, D] the tokens of the
+        first block, `num_tokens` N, and `arguments` are the network's, by name.
+        """
         step, number = draws
         batch, device = len(x), x.device
         grid = self.grid or _find_grid(arguments, num_tokens) or (1, num_tokens)
@@ -255,7 +259,7 @@ class Routes:
         return Stack(self.num_blocks, grid, (width,), {}, (2, -2))
 
     def _check_crossing(self, crossing: Crossing) -> None:
-        """Raise `ValueError` if the network cannot run a crossing."""
+        """Raise `ValueError` if this network cannot run a `Crossing`."""
         where = f"{type(crossing).__name__} [{crossing.start}, {crossing.end})"
         starts = range(crossing.start, crossing.end)
         if any(each is not crossing and each.start in starts for each in self.drawn):
@@ -273,7 +277,7 @@ class Routes:
             )
 
     def extra(self, arguments: Arguments, x: Tensor) -> int:
-        """Return T, the number of other tokens in a sequence [B, N + T, D] at the first block."""
+        """Return T, the number of non-image tokens, for the first block's x [B, N + T, D]."""
         if self.family.watch:
             raise RuntimeError(f"{self.title} has no {self.family.watch[0]}, which shows N.")
         return 0 if self.family.extra is None else self.family.extra(arguments, x)
