@@ -9,7 +9,7 @@ its inputs are those of the operation's example. On a CUDA device every fused fo
 imported takes part, after it was compared with the torch form.
 
     forward ms, both ms     medians over rounds in which the forms take turns
-    x naive                 time of the naive form, a loop over time steps, over this one's
+    x naive                 both ms of the naive form (the plain formula) divided by this form's
     saved MiB               what autograd keeps between forward and backward, inputs included
     peak MiB                the most that the device held beyond the inputs (CUDA only)
     error, gradient error   difference from the naive form in float64, over the largest value
@@ -130,7 +130,8 @@ def measure(op: str, length: int, rate: float, args: argparse.Namespace) -> Iter
 def time_forms(
     runs: dict[str, Callable[..., Tensor]], case: Sequence[Any], args: argparse.Namespace
 ) -> dict[str, tuple[float, float]]:
-    """Return median seconds by form, run in turns: (of forward, of forward and backward)."""
+    """Return the median seconds of forward, and of forward and backward, by form. The forms run in
+    turns."""
     inputs = [x.detach().requires_grad_() if is_float(x) else x for x in case]
     leaves, outputs = [x for x in inputs if is_float(x)], dict[str, Tensor]()
 

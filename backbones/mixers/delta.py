@@ -135,8 +135,8 @@ class BidirectionalDelta(ScanMixer):
         return torch.cat([forward, scan.flip(backward)])
 
     def initialize(self, num_blocks: int) -> None:
-        """Set what the shell does not: softplus of `step_bias` is log-uniform in 0.001 … 0.1, and
-        exp of `A_log` is uniform in 1 … 16."""
+        """Draw `step_bias` such that its softplus is log-uniform in 0.001 … 0.1, and `A_log` such
+        that its exp is uniform in 1 … 16. The backbone has drawn the linear layers."""
         init_step_bias(self.step_bias)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()

@@ -98,7 +98,8 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GridWalk:
-    """A walk along a curve, the neighbours on the grid, and N: for mixers that scan and shift."""
+    """What mixers that scan and shift need: a walk along a curve, the `Neighbours` on the grid of
+    the tokens present, and the number N of tokens of the full grid."""
 
     scan: Scan
     neighbours: Neighbours
@@ -139,7 +140,7 @@ def q_shift(x: Tensor, neighbours: Neighbours, num_extra: int = 0) -> Tensor:
 
 
 def shift_and_blend(x: Tensor, walk: GridWalk, share: Tensor) -> list[Tensor]:
-    """Return x * share + shifted * (1 - share) for each share [D] in `share` [.., D]."""
+    """Return x * row + q_shift(x) * (1 - row) for each row [D] of `share` [.., D]."""
     shifted = q_shift(x, walk.neighbours, walk.scan.num_extra)
     away = x - shifted
     return [torch.addcmul(shifted, away, row) for row in share.to(x.dtype).unbind()]

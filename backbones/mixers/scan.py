@@ -115,11 +115,13 @@ def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
 def convolve_ways(
     x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Sequence[Tensor] | None
 ) -> Tensor:
-    """Return SiLU of causal convolutions of walks side by side, [B, L, ways * D] -> the same.
+    """Return the SiLU of a causal convolution of each walk. The walks lie side by side in the
+    channels of input and output, [B, L, ways * D] for a number `ways` of walks.
 
     Args:
         x: tokens in the order of each walk.
-        weight, bias: taps [ways * D, W], and [ways * D] or None.
+        weight: taps [ways * D, W].
+        bias: [ways * D] or None.
         segment_ids: ascending integers [B, L] per walk; no tap reaches into another segment.
     """
     if segment_ids is None:
@@ -139,7 +141,8 @@ def scan_ways(
     inputs: tuple[Tensor, ...],
     gaps: Sequence[Tensor] | None,
 ) -> Tensor:
-    """Return a state-space scan of walks side by side in channels, heads and groups.
+    """Return the state-space scan of each walk. The walks lie side by side in the channels, heads
+    and groups of inputs and output.
 
     Args:
         scan: `selective_scan` or `ssd`.
@@ -168,7 +171,7 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(2 * channels, width))
 
     def forward(self, x: Tensor, scan: Scan, gaps: Gaps) -> Tensor:
-        """Return both walks, convolved, [2 B, L, D], of x [B, L, D] in the order of a walk."""
+        """Return both walks, convolved, [2 B, L, D]; x [B, L, D] is in the forward walk's order."""
         segment_ids = None if gaps == "ignore" else scan.segment_ids()
         both = convolve_ways(both_ways(x, scan, dim=-1), self.weight, None, segment_ids)
         return torch.cat(both.chunk(2, dim=-1))

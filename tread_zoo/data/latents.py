@@ -14,7 +14,7 @@ The table (`encode.py` writes it) is a folder:
     labels.npy              labels of all rows
 
 Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (moments store
-2 C), h height, w width, S channels of features.
+2 C), h height, w width, S channels of features, H and W height and width of an image.
 """
 
 import copy
@@ -206,7 +206,7 @@ def latents(
         cache: folder for the downloaded files of a table in a bucket; null: $TREAD_ZOO_CACHE
             or ~/.cache/tread_zoo.
         cached_parts: number of downloaded files that are kept; an epoch mixes the images of half
-            as many at a time.
+            as many files at a time.
     """
     stored = _open_table(path, cache, cached_parts, pixels=False)
     metadata = stored.metadata
@@ -309,7 +309,8 @@ def _open_table(path: str, cache: str | None, num_cached: int, *, pixels: bool) 
 
 @dataclass(eq=False)
 class EncodedTable(TableDataset):
-    """Rows of a table of stored latents [K,C',h,w] or images [C,H,W], with labels or contexts."""
+    """Rows of a table of stored latents [K,C,h,w], moments [K,2C,h,w] or images [C,H,W], with
+    labels or contexts."""
 
     column: str  # latent or image
     shape: Sequence[int]  # of one latent or image
@@ -320,8 +321,8 @@ class EncodedTable(TableDataset):
 
     @property
     def digest(self) -> str:
-        """A digest of a table in a bucket; empty for a table in a folder, whose items are quick to
-        read and compare."""
+        """A digest of a table in a bucket, whose items are slow to read; empty for a table in a
+        folder: there `digest_items` reads items."""
         return self.table.digest
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:

@@ -74,8 +74,9 @@ def _run(inputs: Any, segment_ids: Tensor | None, scale: float, *memory: Tensor 
 
 
 def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[int, int]:
-    """Return the FLOPs of linear attention's torch form, forward and backward. Forward counts the
-    products for its W, for W v, and into and out of the states; backward is twice as much."""
+    """Return the FLOPs of linear attention's torch form, forward and backward, in its symbols.
+    Forward counts the products for W, for W v, and into and out of the states; backward is twice as
+    much."""
     (batch, length, heads, width), size = q, v[3]
     steps = power_of_two(length, CHUNK)
     rows, num_chunks = batch * heads, -(-length // steps)
@@ -116,7 +117,8 @@ def _low_rank_flops(q: Sizes, v: Sizes) -> tuple[int, int]:
 def _flops(
     q: Sizes, k: Sizes, v: Sizes, a: Sizes | None, b: Any, beta: Any, log_decay: Sizes, *rest: Any
 ) -> tuple[int, int]:
-    """Return the torch form's FLOPs, forward and backward, for the operation of these inputs."""
+    """Return the torch form's FLOPs, forward and backward, from the inputs' shapes: of the DPLR
+    delta rule with `a`, of the gated delta rule with `beta`, else of linear attention."""
     if a is not None:
         return _low_rank_flops(q, v)
     if beta is not None:

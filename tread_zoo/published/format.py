@@ -1,4 +1,4 @@
-"""The description of a checkpoint format: a table of names, and how sizes follow from shapes.
+"""Another project's checkpoint format: a table of names, and how sizes follow from shapes.
 
     names: our layer or tensor -> theirs
 
@@ -127,26 +127,27 @@ class CheckpointFormat:
         return complete("objective", {"name": name, **options})
 
     def fixed(self, backbone: Backbone) -> Tensors:
-        """Return by name the tensors in their file that our network computes instead of storing."""
+        """Return by name the tensors that a file of this format stores and our network computes
+        instead."""
         if "positions" in self.names:
             return self.tables(backbone)
         sines = sincos_2d(backbone.config["hidden_size"], backbone.grid)
         return {"pos_embed": sines[None], **self.tables(backbone)}
 
     def missing_marks(self, theirs: Tensors) -> list[str]:
-        """Return the tensors that identify this format and are missing in `theirs`."""
+        """Return the names of tensors that identify this format and are missing in `theirs`."""
         ends = (f"{self.names['patch_embed']}.weight", f"{self.names[self.head]}.weight")
         return [key for key in (*ends, "pos_embed", *self.marks) if key not in theirs]
 
     def blocks(self, theirs: Tensors) -> list[str]:
-        """Return the names of the blocks in their tensors, in order."""
+        """Return the names of the blocks that the tensors `theirs` belong to, in order."""
         stem = "in_blocks" if self.in_halves else "blocks"
         matches = (re.match(rf"{stem}\.(\d+)\.", key) for key in theirs)
         count = 1 + max(int(match[1]) for match in matches if match)
         return self.block_names(2 * count + 1 if self.in_halves else count)
 
     def block_names(self, num_blocks: int) -> list[str]:
-        """Return their names for the blocks of a network with `num_blocks` blocks, in order."""
+        """Return the format's names of `num_blocks` blocks, in order."""
         if not self.in_halves:
             return [f"blocks.{i}" for i in range(num_blocks)]
         halves = [
@@ -157,8 +158,8 @@ class CheckpointFormat:
     def keywords(
         self, theirs: Tensors, num_heads: int | None = None, num_classes: int | None = None
     ) -> dict[str, Any]:
-        """Return our constructor's keywords for a network of the sizes of `theirs`. Sizes that do
-        not agree show up later as different shapes."""
+        """Return our constructor's keywords for a network with the sizes of the tensors `theirs`.
+        Sizes that do not agree show up later as different shapes."""
         width, channels, patch_size, _ = theirs[f"{self.names['patch_embed']}.weight"].shape
         if num_classes is None:  # the last row is the null label; ImageNet's may be missing
             rows = len(theirs.get(f"{self.names['label_embed.table']}.weight", ()))
@@ -187,7 +188,8 @@ class CheckpointFormat:
         return keywords
 
     def rule(self, ours: str, blocks: list[str]) -> tuple[tuple[str, ...], TensorRule]:
-        """Return the names of their tensors that make up one of ours, and the function for it.
+        """Return the names of their tensors that make up our tensor `ours`, and the function that
+        makes it from them.
 
         Args:
             ours: a name in our state dict.

@@ -120,13 +120,13 @@ class Stack:
         """Return a `Select` or `Ranked` by which only K tokens run through a range of blocks.
 
         Args:
-            span: start and end.
+            span: start and end of the range.
             selector: `auto`, or a registered selector by its name or as a mapping with its options.
             num_kept: K.
-            images: random number generator of B images; the ids are on its device.
+            images: random number generator of B images; the kept tokens' ids are on its device.
 
         Raises:
-            ValueError: `keep` marks more than K tokens of an image.
+            ValueError: the stack's `keep` marks more than K tokens of an image.
         """
         keep = self.keep
         most = 0 if keep is None else int(keep.sum(dim=1).max())
@@ -178,7 +178,7 @@ class Method:
         drawn: whether all choices are made before the network runs. False: they depend on
             activations, whose rounding differs between machines.
         keep_all_is_dense: whether a network that leaves no token out equals one without routing.
-        for_any: whether the method also works in sampling from networks trained with others.
+        for_any: whether the method also works in sampling from networks trained with other methods.
     """
 
     warm_start: Fraction = 0.0
@@ -318,7 +318,7 @@ class Method:
 
         Args:
             stack: the network's `Stack`.
-            images: random numbers per image; the ids are on its device.
+            images: random numbers per image; token ids are on their device.
             step: the optimizer step.
 
         Raises:

@@ -51,8 +51,8 @@ class Restored:
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
         """Return the run's sampling options, changed by all given values that are not None. A
-        sampler or guidance of another `name` keeps those of the run's options that it also has. For
-        a run without guidance, a scale alone means classifier-free guidance.
+        sampler or guidance of another `name` keeps the run's options that it also has. For a run
+        without guidance, a scale alone means classifier-free guidance.
 
         Raises:
             ValueError: a name or field is unknown, or the options do not fit the network.
@@ -182,8 +182,8 @@ def load_weak(
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options `part` of a sampler or of guidance (`kind`), with all `changes` that are
-    not None. If these change the `name`, the other options of `part` are kept only if what is newly
-    named also has them."""
+    not None. If these name another sampler or guidance, the options of `part` that it does not have
+    are left out."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

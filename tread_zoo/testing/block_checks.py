@@ -112,8 +112,9 @@ def check_blocks_are_called_as_modules(probe: Probe) -> None:
 
 
 def check_scan_order_is_the_dense_one(probe: Probe) -> None:
-    """If token a affects b in an unrouted block, but b does not affect a, then b does not affect a
-    in a routed block: the order of a subset is the full order without the missing tokens."""
+    """If token a affects b in a block without a route, but b does not affect a, then b must not
+    affect a with a route either: the order of a subset is the full order without the missing
+    tokens."""
     backbone = probe.build()
     inputs = probe.inputs(batch=1)
     route = probe.route(backbone, rate=0.5, batch=1)

@@ -55,7 +55,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def make_probe(backbone: str, size: tuple[int, int] | None, overrides: dict[str, object]) -> Probe:
-    """Return a probe of `backbone`, [PACKAGE:]NAME. Raises CollectError if it cannot be built."""
+    """Return a probe of `backbone`, written [PACKAGE:]NAME. Raises CollectError if it cannot be
+    built or has fewer than 3 blocks."""
     try:
         probe = Probe(_imported("--backbone", backbone), overrides=overrides)
         if size is not None:
@@ -72,7 +73,8 @@ def make_probe(backbone: str, size: tuple[int, int] | None, overrides: dict[str,
 
 
 def make_method(method: str, options: dict[str, object]) -> dict[str, Any]:
-    """Return name and options of `method`, [PACKAGE:]NAME. Raises CollectError for unknown ones."""
+    """Return the name and all options of the routing method `method`, written [PACKAGE:]NAME.
+    Raises CollectError if it cannot be loaded or does not take `options`."""
     try:
         name = _imported("--routing", method)
         return {"name": name, **get_entry("routing", name).complete(options)}
@@ -81,7 +83,7 @@ def make_method(method: str, options: dict[str, object]) -> dict[str, Any]:
 
 
 def _imported(option: str, text: str) -> str:
-    """Import the package in `package:name`, and return the name."""
+    """Return the name in `text`, written [PACKAGE:]NAME, and import the package if there is one."""
     package, _, name = text.rpartition(":")
     try:
         if package:

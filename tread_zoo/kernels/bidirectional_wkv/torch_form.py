@@ -22,8 +22,9 @@ No gradient passes through m and r: they cancel. Each operation runs once for al
 recurrences of m, h and G, which take four per step for both directions. Only the inputs are kept
 for backward.
 
-Dimensions: B batch, L length, C channels, R rows of the batch done at a time. Tensors are
-time-major: [L, 2, R, C] with the direction second, the backward one in its own time, last first.
+Dimensions: B batch, L length, T length of the whole sequence, C channels, R rows of the batch done
+at a time. Tensors are time-major: [L, 2, R, C] with the direction second, the backward direction in
+its own time, last step first.
 """
 
 import math
@@ -84,7 +85,8 @@ def flops(k: tuple[int, ...], *args: Any) -> tuple[int, int]:
 
 
 def outputs_like(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return uninitialised [B, L, C] for out, and in float32 for ℓ, the log of its denominator."""
+    """Return uninitialised tensors [B, L, C] for the output and, in float32, for ℓ, the log of its
+    denominator."""
     return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
 
 
@@ -160,7 +162,8 @@ class _Mean(NamedTuple):
 def _gradients(
     inputs: _Inputs, memory: _Memory, grad: Tensor, gk: Tensor, gv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write ∂k and ∂v to `gk` and `gv` [L, R, C] and return ∂s and ∂u [C], given `grad`."""
+    """Write the gradients of k and v to `gk` and `gv` [L, R, C], and return those of s = w/T and u,
+    [C] each; `grad` [L, R, C] is the output's gradient."""
     scan = _lend(memory, inputs, count=8)
     _run(inputs, scan)
     mean = _weigh(inputs, scan)
@@ -186,7 +189,8 @@ def _gradients(
 
 
 def _slope(inputs: _Inputs, scan: _Scan, later: Tensor) -> Tensor:
-    """Return ∂s [C] from `later`, G_{t+1} [L - 1, 2 sums, 2, R, C]; overwrites c."""
+    """Return the gradient of s [C]; `later` is the module's G_{t+1}, [L - 1, 2 sums, 2, R, C].
+    Overwrites `scan.m`."""
     q = torch.mul(scan.h[:-1, 0], later[:, 0], out=scan.m[1:])
     q.addcmul_(scan.h[:-1, 1], later[:, 1]).mul_(scan.a)
     if scan.gaps is not None:

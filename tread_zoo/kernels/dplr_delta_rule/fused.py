@@ -1,8 +1,9 @@
 """Adapter of flash-linear-attention's Triton kernel; importing that package needs triton.
 
 The kernel does not support segments. Where a segment begins, a log-decay of `RESET` leaves 1e-13 of
-the state, and a = 0 ignores it. A lower log-decay would leave less, but the kernel sums log-decays
-over 16 steps in float32, and the sum would lose the digits of later decays.
+the state, and `a` is set to 0, so that the low-rank term does not read the state. A lower log-decay
+would leave less, but the kernel sums log-decays over 16 steps in float32, and the sum would lose
+the digits of later decays.
 """
 
 from torch import Tensor

@@ -32,7 +32,7 @@ STEP_VALUES = 32768  # values per step of a tile on a CPU, so that a few tiles f
 
 
 class _Inputs(NamedTuple):
-    """The inputs in the state's dtype, time-major, so that a step of a tile is contiguous.
+    """The inputs in the state's dtype, with time first, as in the tiles [T, R, G, N, P].
 
     u, delta: [L, B, G, 1, P]. A: [G, N, P]. rates: A / ln 2 [G, N, P], as exp(Δ A) is computed as
     2^(Δ rates). B, C: [L, B, G, N]. D: [G, 1, P] or None. keep: 0 where a segment begins, else 1,
@@ -234,7 +234,7 @@ def _prepare(
 
 
 def _time_major(values: Tensor, shape: torch.Size) -> Tensor:
-    """Return x [B, L, D] as a view [L, B, G, 1, P]."""
+    """Return `values` [B, L, D] as a view of `shape`, [L, B, G, 1, P]."""
     length, batch, groups, _, channels = shape
     return values.reshape(batch, length, groups, 1, channels).transpose(0, 1)
 
@@ -273,7 +273,8 @@ def _scratch(inputs: _Inputs, tiles: list[_Tile], count: int) -> Tensor:
 
 
 def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
-    """Return views of `scratch` for a tile: [T, R, G, N, P], the second one a step longer."""
+    """Return a view of each row of `scratch` in the tile's shape, [T, R, G, N, P]. The second view
+    is for states, [T + 1, R, G, N, P]: the state before the tile comes first."""
     span, num_rows = tile.shape
     shapes = [(span + (i == 1), num_rows, *inputs.A.shape) for i in range(len(scratch))]
     return [x[: math.prod(s)].view(s) for x, s in zip(scratch, shapes, strict=True)]

@@ -2,7 +2,8 @@
 
     f(P x, P a) = P f(x, a)      P a reordering, x the tokens, a the arguments per token
 
-This fails for convolutions, windows, scans, causal masks, and positions that were not gathered.
+This fails for convolutions, windows, scans, causal masks, and positions that are not reordered with
+the tokens.
 
 B batch, K image tokens, L tokens of the sequence.
 """
