@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,14 +71,15 @@ class CompiledSource:
         """
         if (problem := self.problem()) is not None:
             raise RuntimeError(f"{self.source.name}: {problem}")
-        compute = getattr(self._library, name)
+        library: Any = self._library
+        compute = getattr(library, name)
         compute.restype = ctypes.c_int64
         given, num = _pack(fields), min(torch.get_num_threads(), jobs)
         ends = [ctypes.c_int64(jobs * i // num) for i in range(num + 1)]
         if num == 1:
             failed = compute(given, *ends)
-        elif hasattr(self._library, "share"):
-            failed = self._library.share(compute, given, ends[-1], ctypes.c_int64(num))
+        elif hasattr(library, "share"):
+            failed = library.share(compute, given, ends[-1], ctypes.c_int64(num))
         else:
             with ThreadPoolExecutor(num) as pool:  # ctypes releases Python's global lock
                 failed = any(pool.map(partial(compute, given), ends[:-1], ends[1:]))
