@@ -122,6 +122,7 @@ def test_backbones_by_timms_verbs():
         create_backbone("dit", context_length=3, context_size=4, **SMALL)
 
 
+@pytest.mark.slow
 def test_an_installed_plug_in_is_found_and_a_broken_one_is_named(tmp_path):
     """Two packages with entry points: the parts of one are there, the other warns and is named."""
     for name, code in {

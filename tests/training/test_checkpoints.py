@@ -164,6 +164,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_while_saving_keeps_the_previous_checkpoint(tmp_path):
     """The limit on file size makes the write itself fail, as a full disk does."""
     done = run_python("-c", FULL_DISK, tmp_path)
