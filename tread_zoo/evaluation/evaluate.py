@@ -48,8 +48,7 @@ def evaluate(
 
     `values` has the scores of samples, `real` the scores of held-out images if the reference is the
     training images, `protocol` everything that scores depend on, and `contributions` the effect of
-    each block (`tread_zoo.evaluation.contribution`). `not_scored` says why metrics are missing: no
-    Inception weights, no autoencoder for latents, or too few images.
+    each block (`tread_zoo.evaluation.contribution`). `not_scored` says why metrics are missing.
 
     Args:
         backbone, objective, data: the network, its objective in training, and its data.
