@@ -21,7 +21,7 @@ SCAN, CPU = OPS["selective_scan"], torch.device("cpu")
 COMPILED = [op for op in OPS.values() if "compiled" in list_forms(op.name)]
 SHAPES = {  # several blocks of channels or columns, several chunks of steps
     "selective_scan": [(2, 35, 300, 3, 2), (1, 70, 16, 17, 1)],
-    "causal_conv1d": [(2, 35, 150, 4), (3, 70, 64, 4), (1, 40, 20, 3)],
+    "causal_conv1d": [(2, 35, 150, 4), (3, 70, 64, 4), (1, 40, 20, 3), (2, 5, 20, 8)],
     "bidirectional_wkv": [(2, 35, 150), (3, 2, 5), (1, 70, 64)],
 }
 HEADS = [(2, 35, 2, 16, 16), (1, 33, 3, 17, 70), (1, 65, 2, 48, 48), (2, 32, 2, 8, 128),
@@ -210,6 +210,16 @@ def test_a_compiler_that_hangs_is_stopped_and_remembered(tmp_path, cc, monkeypat
     (note,) = (tmp_path / "cache").rglob("*.hung")
     os.utime(note, (time.time() - 2 * compiled.RETRY,) * 2)
     assert "took more than" in CompiledSource(SCAN_C.source).problem(), "later it is tried again"
+
+
+@needs_compiler
+def test_more_taps_than_there_is_room_for_take_another_form() -> None:
+    op = OPS["causal_conv1d"]
+    inputs, rest = op.inputs((2, 12, 16, 9), torch.float32), op.rest((2, 12, 16, 9), False)
+    truth = op.form("naive")(*inputs, *rest)
+    torch.testing.assert_close(op.public(*inputs, *rest), truth, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="8 taps"):
+        op.form("compiled")(*inputs, *rest)
 
 
 @needs_compiler
