@@ -40,8 +40,9 @@ class Conditions:
 def conditions_of(backbone: Backbone, data: ImageData, label_seed: int | None = None) -> Conditions:
     """Return the conditions for samples of `backbone`, which was trained on `data`.
 
-    A network with contexts gets evenly spaced ones of the data, held out if there are any. One with
-    labels gets i mod num_classes for sample i, or random ones if `label_seed` is set.
+    A network that takes contexts gets those of evenly spaced images of the data, held-out ones if
+    there are any. A network that takes labels gets label i mod num_classes for sample i, or random
+    labels if `label_seed` is set. Any other network gets no condition.
     """
     num_classes = backbone.num_classes
     if backbone.context_size:
@@ -89,8 +90,9 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:
-    """Return `Conditions` of the contexts in an .npy file, [n, t, S] or [t, S], t <= T: sample i
-    gets context i mod n.
+    """Return `Conditions` that give sample i context i mod n of an .npy file.
+
+    The file is [n, t, S], or [t, S] for n = 1, with t at most the network's context length T.
 
     Raises:
         ValueError: the network takes no contexts, or the file's contexts do not fit it.
@@ -105,7 +107,8 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
 
 
 def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone) -> Conditions:
-    """Return `Conditions` of n prompts: sample i gets prompt i mod n. A warning names cut ones."""
+    """Return `Conditions` of n prompts: sample i gets prompt i mod n. Prompts with too many tokens
+    for the network are cut, with a warning."""
     length = backbone.context_length
     contexts = encoder.encode(prompts, length)
     for prompt, count in zip(prompts, encoder.count_tokens(prompts), strict=True):

@@ -69,7 +69,8 @@ class DDPM(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=levels[step])
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the squared error of the predicted noise, averaged over C, H and W: [B]."""
+        """Return (loss [B], {}): the squared error of the predicted noise, averaged over C, H and
+        W."""
         noise = self.dx_dt(predict, self.noised(x, draw), draw.level)
         return (noise - draw.noise).square().mean(dim=(1, 2, 3)), {}
 

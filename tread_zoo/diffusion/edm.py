@@ -31,7 +31,8 @@ from tread_zoo.seeding import Generator, per_image_generator
 
 
 class Preconditioning(NamedTuple):
-    """Factors of skip, output and input, and the noise label of the network (Table 1): each [B]."""
+    """The factors of the skip, the output and the input, and the noise level as the network gets
+    it, [B] each (Table 1)."""
 
     c_skip: Tensor
     c_out: Tensor
@@ -96,7 +97,7 @@ class EDM(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=sigma)
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return lambda |D - x|^2 of each image, averaged over C, H and W: [B]."""
+        """Return (loss [B], {}): lambda |D - x|^2 of each image, averaged over C, H and W."""
         denoised = self.denoise(predict, self.noised(x, draw), draw.level)
         return self.weight(draw.level) * (denoised - x).square().mean(dim=(1, 2, 3)), {}
 

@@ -122,7 +122,7 @@ class FlowMatching(AdditiveNoise):
         return torch.where(chosen, second[:, None], level[:, None])
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return each image's squared error in `loss_space`, averaged over C, H and W: [B]."""
+        """Return (loss [B], {}): the squared error in `loss_space`, averaged over C, H and W."""
         output = prediction(predict(self.noised(x, draw), draw.level), x.shape[1])
         target = {"velocity": draw.noise - x, "x": x, "noise": draw.noise}[self.prediction]
         return self.weight(draw.level) * (output - target).square().mean(dim=(1, 2, 3)), {}

@@ -25,11 +25,15 @@ class TimeGrid:
     rho: float | str = "auto"
 
     def choose(self, names: tuple[str, ...], objective: str, uses: str = "") -> str:
-        """Return the name of this grid, for `auto` the first of `names`, which are the grids of
-        `objective`. `uses` is the field, shift or rho, that this grid uses, or "".
+        """Return the name of this grid; `auto` becomes the first of `names`.
+
+        Args:
+            names: the grids of the objective.
+            objective: name of the objective.
+            uses: the option, shift or rho, that this grid uses; "" for none.
 
         Raises:
-            ValueError: the objective has no such grid, or a field is set that it does not use.
+            ValueError: the objective has no such grid, or an option is set that it does not use.
         """
         for field in ("shift", "rho"):
             value, default = getattr(self, field), getattr(TimeGrid, field)

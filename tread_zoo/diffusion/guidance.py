@@ -6,19 +6,20 @@ The kinds differ in what the weak prediction lacks; `custom` has all options:
 
     cfg           the condition                                            arXiv 2207.12598
     interval      the condition, where low < level <= high                 arXiv 2404.07724
-    sparse        tokens: more of them bypass                              arXiv 2601.01608
-    auto          size or training: a smaller or an earlier network        arXiv 2406.02507
+    sparse        tokens, as more of them bypass blocks                    arXiv 2601.01608
+    auto          size or training: its network is smaller or earlier      arXiv 2406.02507
     path_drop     the condition and the middle of the network              arXiv 2510.21986
-    sparse_auto   training and tokens; later, the strong one lacks tokens  arXiv 2601.01608, B.1
+    sparse_auto   training and, early in sampling, tokens                  arXiv 2601.01608, B.1
     sparse_cfg    the condition and tokens
 
-The condition is a label or a context; without it, the network gets the null label or zeros. The
-scale is w of the formula above; the first paper's w is smaller by 1. At one (x, level), dx/dt is an
-affine function of the estimate with the same coefficients in both branches, so guiding dx/dt equals
-guiding estimates.
+With sparse_auto, late in sampling the strong prediction lacks tokens instead. The condition is a
+label or a context; without it, the network gets the null label or zeros. The scale is w of the
+formula above; the first paper's w is smaller by 1. At one (x, level), dx/dt is an affine function
+of the estimate of the clean image, with the same coefficients for both predictions, so guiding
+dx/dt equals guiding estimates.
 
-The branches are two calls with B images, not one with 2B: a sparse or smaller branch cannot share a
-call, and this way guidance takes no more memory. Identical branches are one call.
+The two predictions are two calls with B images, not one with 2B: a sparse or smaller network cannot
+share a call, and this way guidance takes no more memory. Two equal predictions are one call.
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
@@ -46,8 +47,11 @@ from tread_zoo.seeding import make_image_generator
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
-    """Return the function weak + scale (strong - weak) of two functions dx/dt; one that has no
-    effect is not called. With `channels`, only the first `channels` of the channels are guided."""
+    """Return the function weak + scale (strong - weak) of two functions dx/dt.
+
+    channels: guide only this many channels, from the first; the others are those of `strong`. If
+    the result is one of the two functions alone, the other one is not called.
+    """
     if scale == 1:
         return strong
     if scale == 0 and channels is None:
@@ -193,7 +197,14 @@ _OFF = {
 
 
 def _value(option: Any, done: float, off: float) -> Any:
-    """Return `option`'s value at the fraction `done` of sampling; outside an interval, `off`."""
+    """Return the value of an option at the fraction `done` of sampling.
+
+    Args:
+        option: a constant; or (linear or cosine, first value, last value); or (interval, value,
+            start, end), where a missing value means True.
+        done: fraction of sampling, 0 to 1.
+        off: value outside of an interval.
+    """
     if not isinstance(option, list | tuple):
         return option
     shape, *numbers = option
@@ -249,7 +260,8 @@ class _Options:
             )
 
     def _at(self, done: float) -> tuple[Any, ...]:
-        """Return the values of the options in `_OFF` after the fraction `done` of sampling."""
+        """Return the values that the options in `_OFF` have at the fraction `done` of sampling, in
+        order."""
         return tuple(_value(getattr(self, name), done, off) for name, off in _OFF.items())
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
@@ -335,8 +347,12 @@ class _Options:
     def _draw_routes(
         self, batch: ImageBatch, rate: Any
     ) -> Callable[[int, float], Sequence[Crossing]]:
-        """Return a function from (number of an evaluation, rate) to the crossings of that
-        evaluation. If the guidance's option `rate` is 0, these are the batch's own."""
+        """Return a function that gets the number of an evaluation of dx/dt and the rate at that
+        time, and returns the crossings (routed ranges of blocks) of the evaluation.
+
+        rate: the option `weak_rate` or `strong_rate`. If it is 0, the function returns the batch's
+        own crossings, `batch.draw_routes`.
+        """
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
         try:
@@ -347,15 +363,16 @@ class _Options:
 
 
 def sampled_method(part: str | dict[str, Any], trained: Method, stack: Stack) -> Method:
-    """Return the method that lets tokens bypass blocks in sampling.
+    """Return the routing method that lets tokens bypass blocks in sampling.
 
     Args:
-        part: a routing method; auto is the method of training.
+        part: the name of a routing method, or a mapping with its options; auto is the method of
+            training.
         trained: the method of training.
         stack: the network's blocks, as a routing method sees them.
 
     Raises:
-        ValueError: training did not prepare the network for it.
+        ValueError: training did not prepare the network for the method.
     """
     method: Method = trained if part == "auto" else create("routing", part)
     images = make_image_generator("check", images=[0])
@@ -426,7 +443,8 @@ class ClassifierFree(_Options):
 @register("guidance", "interval")
 @dataclass(frozen=True, kw_only=True)
 class IntervalGuidance(ClassifierFree):
-    """Classifier-free guidance at the levels low < level <= high; elsewhere one evaluation."""
+    """Classifier-free guidance at the levels low < level <= high. At other levels the prediction
+    with the condition is used alone."""
 
     low: NonNegativeFloat = 0.0
     high: NonNegativeFloat = 0.7
@@ -435,7 +453,8 @@ class IntervalGuidance(ClassifierFree):
 @register("guidance", "sparse")
 @dataclass(frozen=True, kw_only=True)
 class SparseGuidance(_Options):
-    """Both predictions come from one network with the same label; the weak one has fewer tokens."""
+    """Both predictions come from one network with the same label; in the weak one, more tokens
+    bypass blocks."""
 
     scale: Scale = 2.0
     strong_rate: Rate = 0.0
@@ -446,7 +465,7 @@ class SparseGuidance(_Options):
 @register("guidance", "auto")
 @dataclass(frozen=True, kw_only=True)
 class AutoGuidance(_Options):
-    """The weak prediction is from a smaller network, or from an earlier step."""
+    """The weak prediction is from a smaller network, or from an earlier step of training."""
 
     weak_checkpoint: str = field()
     scale: Scale = 2.0
@@ -466,8 +485,8 @@ class PathDropGuidance(_Options):
 @register("guidance", "sparse_auto")
 @dataclass(frozen=True, kw_only=True)
 class SparseAutoGuidance(SparseGuidance):
-    """The weak prediction is from an earlier network. Over sampling, ever fewer of its tokens
-    bypass blocks, and ever more of the strong prediction's."""
+    """The weak prediction is from an earlier network. During sampling, the fraction of tokens that
+    bypass blocks falls in the weak prediction and rises in the strong one."""
 
     weak_checkpoint: str = field()
     weak_rate: Rate = ("cosine", 0.6, 0.0)

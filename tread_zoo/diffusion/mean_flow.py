@@ -149,8 +149,8 @@ class MeanFlow(AdditiveNoise):
         return per_image(factor) * (mean - prediction(before, x_t.shape[1]))
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return the velocity [B,C,H,W] at `level` = t [B]; if `predict` is bound to an r, the mean
-        velocity from r to t."""
+        """Return the velocity [B,C,H,W] at `level` = t [B]. If `predict` passes an r to the
+        network, return the mean velocity from r to t."""
         return _FLOW.dx_dt(predict, x_t, level)
 
     def signal(self, level: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def cut(x: Tensor, steps: int) -> Tensor:
 
 
 def join(chunks: Tensor, length: int) -> Tensor:
-    """Return x [T, B, H, Q, F] as [B, L, H, F]."""
+    """Return `chunks` [T, B, H, Q, F] as [B, L, H, F], cut to the first L = `length` steps."""
     return chunks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
 
 
@@ -66,7 +66,8 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
 
 
 def row_blocks(x: Tensor, num_values: int) -> list[slice]:
-    """Return slices of x's rows to compute in turn; on a CPU, each of some `num_values` values."""
+    """Return slices that cut the rows of x into blocks, to compute in turn. On a CPU a block has
+    about `num_values` values; on other devices there is one block."""
     num_rows = len(x)
     if x.device.type == "cpu":
         num_blocks = -(-x.numel() // num_values)
@@ -75,7 +76,8 @@ def row_blocks(x: Tensor, num_values: int) -> list[slice]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context without autocast, so that sums stay in float32. The meta device has none."""
+    """Return a context that disables autocast, so that sums stay in float32. It does nothing on the
+    meta device, which has no autocast."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
@@ -101,7 +103,8 @@ def softplus(x: Tensor) -> Tensor:
 class _Softplus(torch.autograd.Function):
     """Softplus as max(x, 0) + log(1 + e^-|x|). The logarithm is -log(1 - s), s = sigmoid(-|x|).
 
-    1 - s is rounded to some u; s log(u) / (u - 1) is as exact as s is (Kahan's way to log1p).
+    Rounding makes 1 - s some u, and log(u) misses what was lost. s log(u) / (u - 1) is as exact as
+    s (Kahan's method for log1p).
     """
 
     @staticmethod

@@ -34,12 +34,12 @@ CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # keys of the lines
 
 
 class CompiledSource:
-    """The functions of a C file; `vectors.h` says how they are called.
+    """The functions of a C file; `vectors.h` describes their arguments.
 
-    The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache), where it is
-    called <file>-<sources, flags and CPU>-<checksum>.so. Loading a library runs its code: a folder
-    or file that another user owns or can write, or that is a link, is not used. Without a folder of
-    that kind, the library is built in a temporary one at each start.
+    The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache). Its name is
+    <file>-<sources, flags and CPU>-<checksum>.so. Loading a library runs its code, so a folder or
+    file is not used if it is a link, or if another user owns it or can write it. If the cache
+    folder cannot be used, each process builds the library in a temporary folder.
     """
 
     device = "cpu"
@@ -62,8 +62,8 @@ class CompiledSource:
         return self._problem
 
     def share(self, name: str, *fields: Tensor | float | None, jobs: int) -> None:
-        """Call the C function `name` with a struct of `fields`, its first job and the job after its
-        last, on as many threads as torch has, each with its share of the jobs.
+        """Call the C function `name` for the jobs 0 … jobs - 1, split among as many threads as
+        torch has. Each call gets a struct of `fields`, its first job and the job after its last.
 
         Raises:
             RuntimeError: there is no library.
@@ -102,7 +102,8 @@ class CompiledSource:
                 return ctypes.CDLL(str(self._build(Path(own), name)))
 
     def _build(self, folder: Path, name: str) -> Path:
-        """Return a library newly built in `folder`. Raises RuntimeError if the compiler fails."""
+        """Build the library and return its path, <folder>/<name>-<checksum>.so. Raises RuntimeError
+        if there is no compiler, or if it fails or hangs."""
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
             raise RuntimeError(f"no C compiler: {', '.join(COMPILERS)}")
@@ -166,7 +167,8 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Return whether a library has the checksum in its name: a truncated file would crash."""
+    """Return whether a library has the checksum that its name states, and this user alone can write
+    it. Loading a truncated file would crash."""
     own = stat.S_ISREG(library.lstat().st_mode) and _is_own(library)
     return own and library.stem.endswith(f"-{_checksum(library)}")
 

@@ -5,9 +5,9 @@ implementation may need a package and a CUDA device, or a C compiler and a CPU (
 may refuse a call (`refuses`). "auto" runs the first one without a reason against it, but never the
 naive one. An implementation that is set by hand runs or raises.
 
-At its first use on a device in a precision, an implementation from a package or in C is compared
-with the torch implementation on the operation's small example, output and gradients. If it differs
-or fails, it is refused from then on.
+When an implementation from a package or in C is first used on a device in a precision, its output
+and gradients on the operation's small example are compared with those of the torch implementation.
+If it differs or fails, it is refused from then on.
 """
 
 import logging
@@ -40,9 +40,9 @@ class Implementation:
     Args:
         name: what `set_form` takes.
         run: the function.
-        needs: the function of an optional package or C file that `run` calls, or None. With one,
-            the implementation also needs a CUDA device or a CPU, respectively, and takes neither
-            float64 nor forward-mode derivatives.
+        needs: what `run` calls: an optional package's function, which needs a CUDA device, or a C
+            file, which needs a CPU. None: plain torch. Unless it is None, the implementation takes
+            neither float64 nor forward-mode derivatives.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
         limits: in words, the calls that `unsuited` accepts; "" for all calls.
         fits_all: `unsuited` concerns only speed: set by hand, the implementation takes every call.
@@ -76,7 +76,8 @@ class Implementation:
         return self.unsuited(*args)
 
     def tolerance(self, dtype: torch.dtype) -> float:
-        """Return the largest error allowed in a precision, relative to the largest value."""
+        """Return the largest allowed difference from the torch form for inputs in `dtype`, relative
+        to the torch form's largest value."""
         return TOLERANCE[torch.bfloat16 if self.tf32 else dtype]
 
 
@@ -95,7 +96,7 @@ class Operation:
         half: indices of the arguments that are in half precision in a half-precision run; the
             first argument is one of them.
         choice: "auto", or the name of the implementation set by hand.
-        refused: why the comparison failed, or None, by device, precision and name.
+        refused: {((device, precision), name): why the comparison failed, or None if it did not}.
         logged: messages that were logged, once each.
     """
 
@@ -137,7 +138,8 @@ def set_form(op: str, form: str) -> None:
 
 
 def set_forms(forms: Mapping[str, str]) -> None:
-    """Set the implementation of every operation, by its name in `forms`; the others get "auto".
+    """Set the implementation of each operation by `forms`, {operation: implementation}. Operations
+    that are not in `forms` get "auto".
 
     Raises:
         ValueError: for an unknown operation or form, or a form whose package is missing or broken.
@@ -313,8 +315,8 @@ def describe(
 
 
 def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the implementation of `op` that takes all calls on a device, preceded by those that
-    take some, and the reasons against others."""
+    """Return in words which implementation of `op` runs on a device, and why others do not.
+    Implementations that take only some calls come before the one that takes all."""
     if OPERATIONS[op].choice != AUTO:
         return f"{OPERATIONS[op].choice} (set by hand)"
     limited, reasons = "", []

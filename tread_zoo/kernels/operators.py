@@ -1,8 +1,9 @@
 """Operations as custom operators of torch: one node of a graph, differentiable, FLOPs counted.
 
-`forward(*args)` returns the output, or the output and tensors that only the backward pass reads.
-`backward(grad, *kept, *args)` returns the gradients of the first arguments, with an empty tensor
-for an argument that is None.
+`forward(*args)` returns the output, or a tuple of the output and of tensors that only the backward
+pass reads. `backward(grad, *kept, *args)` gets the gradient of the output, those tensors (`kept`)
+and the arguments. It returns the gradients of the first `num_gradients` arguments, with an empty
+tensor for an argument that is None.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,8 +38,8 @@ def make_operator(
             Arguments that are not tensors come last. Neither function changes its arguments.
         empty: (*args) -> uninitialised outputs of `forward`.
         flops: (*shapes of the arguments) -> FLOPs of forward and of backward.
-        num_gradients: number of first arguments that have a gradient.
-        num_kept: number of last outputs of `forward` that `backward` takes.
+        num_gradients: how many arguments have a gradient; they come first.
+        num_kept: how many outputs of `forward` the backward pass takes; they come last.
     """
     schema = torch.library.infer_schema(forward, mutates_args=())
     arguments = schema[1 : schema.index(") ->")]

@@ -20,7 +20,7 @@ class LibraryFunction:
     """A callable that stands for a function of an optional module, imported at its first use.
 
     Args:
-        module, name: where the function is.
+        module, name: the module, and the function's name in it.
         install: the command that installs the module.
     """
 

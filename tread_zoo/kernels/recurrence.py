@@ -1,7 +1,8 @@
 """The recurrence of linear attention and of delta rules in C for a CPU: one operator for them all.
 
-`recurrence.c` has the formula, with u_t = S_{t-1}ᵀ a_t. Autograd keeps the inputs, u, and the
-states S before every SPAN steps. Sums and states are float32; inputs of another type are converted.
+The formula is in `recurrence.c`, with u_t = S_{t-1}ᵀ a_t. Autograd keeps the inputs, u, and the
+state S before each chunk of SPAN steps but the first. Sums and states are float32; inputs of
+another type are converted.
 
 Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
@@ -74,9 +75,11 @@ def _run(inputs: Any, segment_ids: Tensor | None, scale: float, *memory: Tensor 
 
 
 def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[int, int]:
-    """Return the FLOPs of linear attention's torch form, forward and backward, in its symbols.
-    Forward counts the products for W, for W v, and into and out of the states; backward is twice as
-    much."""
+    """Return the FLOPs of linear attention's torch form, forward and backward, for shapes q, k, v.
+
+    Forward counts the products for W, W v, the states, and what the steps read from the states, in
+    the symbols of the torch form. Backward takes twice as many FLOPs.
+    """
     (batch, length, heads, width), size = q, v[3]
     steps = power_of_two(length, CHUNK)
     rows, num_chunks = batch * heads, -(-length // steps)
@@ -86,9 +89,12 @@ def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[in
 
 
 def _delta_rule_flops(q: Sizes, v: Sizes, by_channel: bool) -> tuple[int, int]:
-    """Return the FLOPs of the gated delta rule's torch form, forward and backward, in its symbols:
-    products of pairs of steps, of T with keys and values, of v' for o and for the state, and with
-    the state; and the inverses."""
+    """Return the FLOPs of the gated delta rule's torch form, forward and backward, for shapes q, v.
+
+    Counted, in the symbols of the torch form: products of pairs of steps; T (β v) and T (β exp(s)
+    k); the sums of v' for o and for S'; the products of S for v' and for o; and the inverses T.
+    `by_channel`: whether each channel has its own decay.
+    """
     (batch, length, heads, size), width = q, v[3]
     steps = max(2, power_of_two(length, CHUNK))
     chunks, square = -(-length // steps), steps * steps
@@ -102,8 +108,11 @@ def _delta_rule_flops(q: Sizes, v: Sizes, by_channel: bool) -> tuple[int, int]:
 
 
 def _low_rank_flops(q: Sizes, v: Sizes) -> tuple[int, int]:
-    """Return the FLOPs of the DPLR delta rule's torch form, forward and backward: products of pairs
-    of steps, of values and of states, the solutions for values and states, and the inverses."""
+    """Return the FLOPs of the DPLR delta rule's torch form, forward and backward, for shapes q, v.
+
+    Counted, in the symbols of the torch form: products of pairs of steps; their products with v and
+    u; products with states; both parts of the solution for u; and the inverses.
+    """
     (batch, length, heads, size), width = q, v[3]
     chunks = -(-length // CHUNK)
     steps = -(-length // chunks)

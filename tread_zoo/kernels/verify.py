@@ -43,7 +43,8 @@ def difference(ours: Results, truth: Results) -> Difference:
 
 
 def outputs_and_gradients(run: Callable[..., Tensor], args: Sequence[Any]) -> Results:
-    """Return the output of a call and the gradient of each floating tensor among its arguments."""
+    """Return the output of `run(*args)` and, for each floating tensor in `args`, the gradient of a
+    fixed weighted sum of the output."""
     copies = [
         arg.detach().clone().requires_grad_(arg.is_floating_point())
         if isinstance(arg, Tensor)

@@ -27,7 +27,7 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
 
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
-    """Return why two matrix products are faster here than torch's kernel, or None."""
+    """Return why torch's kernel is slower than two matrix products for these arguments, or None."""
     if q.device.type != "cpu" or k.shape[-2] > CPU_HALF_TOKENS:
         return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
@@ -42,7 +42,7 @@ def attention_flash(q: Tensor, k: Tensor, v: Tensor, mask: None = None) -> Tenso
 
 
 def flash_unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
-    """Return why the kernel does not take this call, or None."""
+    """Return why the package's kernel cannot take these arguments, or None if it can."""
     if mask is not None:
         return "a mask, it takes none"
     if q.dtype not in (torch.bfloat16, torch.float16):

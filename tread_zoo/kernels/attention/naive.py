@@ -1,4 +1,7 @@
-"""y_i = Σ_j softmax_j(q_i · k_j / √Dh) v_j over the j that i sees, in float64 if the inputs are."""
+"""Attention by its formula, in the dtype of the inputs.
+
+y_i = Σ_j softmax_j(q_i · k_j / √Dh) v_j over every key j that query i may see.
+"""
 
 import torch
 from torch import Tensor

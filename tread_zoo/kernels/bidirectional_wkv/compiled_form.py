@@ -1,8 +1,9 @@
-"""The bidirectional WKV in C for a CPU: a running maximum, one walk in each direction.
+"""The bidirectional WKV in C for a CPU: one walk over the tokens in each direction.
 
-The maths is that of `triton_form`, without chunks. Autograd keeps the inputs, the output and ℓ, the
-logarithm of its denominator. Rows of the batch and blocks of channels are independent of each
-other, so the number of threads changes no bit; ∂w and ∂u are summed over the rows afterwards.
+The maths is that of `triton_form`, with a running maximum but without chunks. Autograd keeps the
+inputs, the output and ℓ, the logarithm of the output's denominator. Rows of the batch and blocks of
+channels are independent of each other, so the number of threads changes no bit. ∂w and ∂u are
+summed over the rows afterwards.
 
 Dimensions: B batch, L length, C channels.
 """
@@ -24,7 +25,7 @@ WKV_C = CompiledSource(Path(__file__).with_name("wkv.c"))
 def _forward(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, L, C], and in float32 ℓ, the logarithm of its denominator."""
+    """Return the output and, in float32, the logarithm ℓ of its denominator: both [B, L, C]."""
     out, lse = (torch.empty(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     _run((k, v, w / length, u, positions), out, lse, *[None] * 5)
     return out.to(v.dtype), lse

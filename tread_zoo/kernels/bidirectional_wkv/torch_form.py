@@ -1,30 +1,32 @@
 """The bidirectional WKV in plain torch: two linear scans, carried in log space.
 
-The sum over the tokens before a token and the sum over those after it follow one recurrence, once
-in each direction. With s = w/T, d_t the distance from step t to the next, e_t = k_t - (d_t - 1) s,
+The output of a token is N / D: a weighted sum N of values, over the sum D of the weights. One
+recurrence sums over the tokens before a token, and in the other direction over those after it. With
+s = w/T, d_t the distance from step t to the next, e_t = k_t - (d_t - 1) s,
 
     m_{t+1} = max(m_t - d_t s, e_t)                       the largest log-weight so far
     a_t = exp(m_t - d_t s - m_{t+1}),   b_t = exp(e_t - m_{t+1})
-    h_{t+1} = a_t h_t + b_t (v_t, 1)                      the two sums, over exp(m_{t+1})
+    h_{t+1} = a_t h_t + b_t (v_t, 1)                      both sums so far, over exp(m_{t+1})
 
-The sums of both directions and the token's own term, exp(u + k_t) (v_t, 1), are scaled by their
-largest exponent r_t; the quotient is the output. Every exponent is at most 0 and the largest one of
-a sum is 0, so nothing overflows and no quotient is 0/0, however long the decay or large the keys.
+The sums of both directions and the token's own term, exp(u + k_t) (v_t, 1), are scaled by exp(-r_t)
+and added up to (N_t, D_t); r_t is the largest of their exponents. Every exponent is at most 0 and
+the largest one of a sum is 0, so nothing overflows and no quotient is 0/0, however long the decay
+or large the keys.
 
-Backward computes all this again. With c_t = exp(m_t - r_t), g_t = (∂N_t, ∂D_t) the gradients of
-the quotient's two parts and f_t = exp(u + k_t - r_t),
+Backward computes all this again. With c_t = exp(m_t - r_t), g_t = (∂N_t, ∂D_t) and
+f_t = exp(u + k_t - r_t),
 
     G_t = c_t g_t + a_t G_{t+1},   in_t = b_t G_{t+1},   q_t = a_t h_t · G_{t+1}
     (∂v_t, x_t) = Σ_directions in_t + f_t g_t,           ∂k_t = v_t ∂v_t + x_t
     ∂u = Σ f_t (v_t, 1) · g_t,   ∂s = - Σ d_t q_t + (d_t - 1) (v_t, 1) · in_t
 
 No gradient passes through m and r: they cancel. Each operation runs once for all steps, except the
-recurrences of m, h and G, which take four per step for both directions. Only the inputs are kept
-for backward.
+recurrences of m, h and G. These take four operations per step, for both directions together.
+Autograd keeps only the inputs.
 
-Dimensions: B batch, L length, T length of the whole sequence, C channels, R rows of the batch done
-at a time. Tensors are time-major: [L, 2, R, C] with the direction second, the backward direction in
-its own time, last step first.
+Dimensions: B batch, L length, T length of the whole sequence, C channels, R rows of the batch that
+are computed at a time. Tensors are time-major, [L, 2, R, C]: the second axis is the direction. In
+the backward direction, the last step comes first.
 """
 
 import math
@@ -78,20 +80,22 @@ def _backward(
 
 
 def flops(k: tuple[int, ...], *args: Any) -> tuple[int, int]:
-    """Return the FLOPs. Forward 54 B L C: 21 per direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for
-    r, f, N, D and N / D. Backward 94 B L C: the 54 again, 15 per direction (c g 2, G 4, q and ∂s 5,
-    in 4), 10 for g, ∂k and ∂u."""
+    """Return the FLOPs of the forward pass, 54 B L C, and of the backward pass, 94 B L C.
+
+    Forward: 21 per direction (m 2, a 4, b 3, h 5, c 3, c h 4), and 12 for r, f, N, D and N / D.
+    Backward: these 54, 15 more per direction (c g 2, G 4, q and ∂s 5, in 4), and 10 for g, ∂k, ∂u.
+    """
     return 54 * math.prod(k), 94 * math.prod(k)
 
 
 def outputs_like(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return uninitialised tensors [B, L, C] for the output and, in float32, for ℓ, the log of its
-    denominator."""
+    """Return uninitialised tensors [B, L, C] for the output and for the logarithm ℓ of the output's
+    denominator (float32)."""
     return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
 
 
 class _Inputs(NamedTuple):
-    """The inputs for some rows of the batch, time-major, in the state's dtype.
+    """The inputs for R rows of the batch, time-major, in the dtype of the sums.
 
     k, v: [L, R, C]. s: w/T [C]. u: [C]. places: the positions [L, R, 1]; None where they are
     0 … L-1.
@@ -115,13 +119,13 @@ def _prepare(
 
 
 class _Memory:
-    """Memory for a block of rows, reused by the next block: one allocation per call."""
+    """Memory for a block of rows, used again by the next block, so that a call allocates once."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._flat = torch.empty(0, dtype=dtype, device=like.device)
 
     def lend(self, *shape: int) -> Tensor:
-        """Return an uninitialised tensor of `shape`, in the memory of those lent before."""
+        """Return an uninitialised tensor of `shape`, in the same memory as those lent before."""
         size = math.prod(shape)
         if self._flat.numel() < size:
             self._flat = self._flat.new_empty(size)
@@ -135,11 +139,11 @@ def _exp(x: Tensor) -> Tensor:
 
 
 class _Scan(NamedTuple):
-    """The memory of one pass over a block of rows, in the module's symbols.
+    """Memory for one pass over R rows of the batch. The fields are the module's symbols.
 
-    m, then c: [L, 2, R, C]. a, b: [L - 1, 2, R, C]. h: [L, 2 sums, 2, R, C]. For backward, G like h
-    and g [L, 2 sums, R, C]. gaps: d_t in both directions, [L - 1, 2, R, 1]; None where every
-    distance is 1.
+    m: [L, 2, R, C]; `_weigh` turns it into c. a, b: [L - 1, 2, R, C]. h: [L, 2 sums, 2, R, C]. G:
+    shaped like h, for the backward pass only. g: [L, 2 sums, R, C], which `_weigh` uses as scratch.
+    gaps: d_t in both directions, [L - 1, 2, R, 1]; None where every distance is 1.
     """
 
     m: Tensor
@@ -152,7 +156,10 @@ class _Scan(NamedTuple):
 
 
 class _Mean(NamedTuple):
-    """The weighted mean and its parts, each [L, R, C]: own is f, inverse 1 / D, out N / D."""
+    """The output N / D and what its gradients need, each [L, R, C].
+
+    own: f, the weight of the token's own value. inverse: 1 / D. out: N / D.
+    """
 
     own: Tensor
     inverse: Tensor
@@ -189,8 +196,10 @@ def _gradients(
 
 
 def _slope(inputs: _Inputs, scan: _Scan, later: Tensor) -> Tensor:
-    """Return the gradient of s [C]; `later` is the module's G_{t+1}, [L - 1, 2 sums, 2, R, C].
-    Overwrites `scan.m`."""
+    """Return the gradient of s = w/T, [C]. Overwrites `scan.m`.
+
+    later: G_{t+1}, the gradient of h_{t+1}, [L - 1, 2 sums, 2, R, C].
+    """
     q = torch.mul(scan.h[:-1, 0], later[:, 0], out=scan.m[1:])
     q.addcmul_(scan.h[:-1, 1], later[:, 1]).mul_(scan.a)
     if scan.gaps is not None:
@@ -200,7 +209,7 @@ def _slope(inputs: _Inputs, scan: _Scan, later: Tensor) -> Tensor:
 
 
 def _run(inputs: _Inputs, scan: _Scan) -> None:
-    """Fill m, a, b and h of `scan`: the sums before each step, in both directions."""
+    """Compute the module's m, a, b and h in both directions, and write them to `scan`."""
     m, a, b, h = scan.m, scan.a, scan.b, scan.h
     falls = inputs.s
     steps: Iterable[Tensor] = repeat(inputs.s, len(b))
@@ -228,7 +237,8 @@ def _run(inputs: _Inputs, scan: _Scan) -> None:
 
 
 def _weigh(inputs: _Inputs, scan: _Scan) -> _Mean:
-    """Return the mean of both directions' sums and each token's own term; turns `scan.m` into c."""
+    """Return the output, from the sums of both directions in `scan` and each token's own term.
+    Turns `scan.m` into c."""
     c, h = scan.m, scan.h
     r = torch.maximum(c[:, 0], c[:, 1].flip(0))
     torch.maximum(r, inputs.k + inputs.u, out=r)
@@ -243,7 +253,8 @@ def _weigh(inputs: _Inputs, scan: _Scan) -> _Mean:
 
 
 def _lend(memory: _Memory, inputs: _Inputs, count: int) -> _Scan:
-    """Return a scan that uses `count` tensors [L, 2, R, C]; the forward pass, without G, uses 6."""
+    """Return a `_Scan` in the memory of `count` tensors [L, 2, R, C]: 8, or 6 for the forward pass,
+    where G is not needed and shares the memory of h."""
     length, batch, channels = inputs.k.shape
     lent = memory.lend(count, length, 2, batch, channels)
     m, a, b, g = lent[:4].unbind(0)

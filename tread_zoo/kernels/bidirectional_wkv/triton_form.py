@@ -4,25 +4,27 @@ With p_t the positions and s = w/T, the state of some steps i <= j, seen from st
 
     m = max_i k_i - (p_j - p_i) s,     (N, D) = Σ_i exp(k_i - (p_j - p_i) s - m) (v_i, 1)
 
-Two states merge into one: the older decays by the distance, both are scaled to the larger maximum.
-For step t, three terms are scaled to their largest exponent r_t: the state of all steps before t,
-seen from t-1 and decayed by p_t - p_{t-1} - 1; the same from the other side; and the step's own
-term, exp(u + k_t) (v_t, 1). Their sum is exp(r_t) (N_t, D_t). Nothing overflows and no quotient is
-0/0, as in the torch form.
+Two states are merged as follows: the older one decays by the distance between them, both are scaled
+to the larger maximum, and their sums are added. For step t, three terms are scaled to their largest
+exponent r_t: the state of all steps before t, seen from t-1 and decayed by p_t - p_{t-1} - 1; the
+same from the other side; and the step's own term, exp(u + k_t) (v_t, 1). Their sum is
+exp(r_t) (N_t, D_t). Nothing overflows and no quotient is 0/0, as in the torch form.
 
     out_t = N_t / D_t,     ℓ_t = r_t + log D_t,     W_ti = exp(k_i - (|p_t - p_i| - 1) s - ℓ_t) <= 1
 
-are the output, the logarithm of its denominator, and the weight of i in t (W_tt = exp(u + k_t -
-ℓ_t)). With them the gradients are sums over t like those over i above, with keys -ℓ_t and values
-∂out_t (1, out_t), and with their first moment in the distance for ∂s:
+are the output, the logarithm of its denominator, and the weight of v_i in out_t. The weight of the
+step itself is W_tt = exp(u + k_t - ℓ_t). The gradients are sums over t of the same form as those
+over i above, with -ℓ_t in place of the keys and ∂out_t (1, out_t) in place of the values:
 
     (A_i, Z_i) = Σ_t W_ti ∂out_t (1, out_t),     ∂v_i = A_i,   ∂k_i = v_i A_i - Z_i
     ∂u = Σ_i W_ii ∂out_i (v_i - out_i)
     ∂s = -Σ_{t≠i} (|p_t - p_i| - 1) W_ti ∂out_t (v_i - out_t)
 
+For ∂s, the sums A and Z are also carried with each term multiplied by its distance: A' and Z'.
+
 Autograd keeps the inputs, the output and ℓ (float32). ∂s and ∂u are sums over the batch and the
-steps, so over programs: each writes its part and the parts are summed afterwards, without atomics,
-to the same bits in every run.
+steps, so over programs. Each program writes its part, and the parts are summed afterwards, without
+atomics: every run gives the same bits.
 
 Dimensions: B batch, L length, C channels, n chunks of L.
 """
@@ -50,7 +52,7 @@ if torch.version.hip is None:
 def _forward(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, L, C], and in float32 ℓ, the logarithm of its denominator."""
+    """Return the output and, in float32, the logarithm ℓ of its denominator: both [B, L, C]."""
     k, v, w, u = (x.contiguous() for x in (k, v, w, u))
     places = None if positions is None else positions.contiguous()
     out, lse = torch.empty_like(v), torch.empty_like(k, dtype=torch.float32)
@@ -76,7 +78,7 @@ def _backward(
 
 
 def _edges(k: Tensor, size: int) -> Tensor:
-    """Return empty memory for states of `size` values at both edges of each chunk."""
+    """Return uninitialised float32 [B, n, 2, size, C]: states at both edges of the chunks of k."""
     batch, num_tokens, channels = k.shape
     num_chunks = -(-num_tokens // CHUNK)
     return k.new_empty(batch, num_chunks, 2, size, channels, dtype=torch.float32)

@@ -1,18 +1,20 @@
 # mypy: ignore-errors
 """Device code of the bidirectional WKV in Triton; `triton_form` launches it and has the maths.
 
-A program is one warp. It has one chunk of CHUNK steps of one row of the batch, and one channel a
-thread: loads and stores are whole lines, no thread needs another's values, and a state is a handful
-of registers. The loads of a few steps are issued together, before anything is computed.
+A program is one warp. It computes one chunk, CHUNK steps of one row of the batch, with one channel
+per thread: loads and stores are whole cache lines, no thread needs another's values, and a state is
+a handful of registers. The loads of GROUP steps are issued together, before anything is computed.
 
-Chunks depend on each other only through the states at their edges. Forward and backward have two
-kernels each. The first writes every chunk's forth state at its last step and its back state at its
-first step. The second merges the states of the chunks on either side of its own and walks through
-its chunk both ways. So time is cut into L / CHUNK programs; batch and channels alone would leave
-most of a large GPU idle.
+Chunks depend on each other only through two states per chunk. The forth state sums up the chunk as
+seen from its last step, the back state as seen from its first step. Forward and backward have two
+kernels each. The first kernel writes both states of every chunk. The second one merges the forth
+states of the chunks before its own and the back states of those after it, and walks through its
+chunk both ways. So time is cut into L / CHUNK programs; batch and channels alone would leave most
+of a large GPU idle.
 
-Dimensions: B batch, L length, C channels, n chunks. States at the edges of chunks are float32
-[B, n, 2, S, C]: forth, then back; S = 3, m N D, forward, and S = 5, m A Z A' Z', backward.
+Dimensions: B batch, L length, C channels, n chunks. The states of chunks are float32
+[B, n, 2, S, C]: forth, then back. In the forward pass they are (m, N, D), S = 3; in the backward
+pass (m, A, Z, A', Z'), S = 5.
 """
 
 import triton
@@ -27,7 +29,7 @@ def summarise(
     k_ptr, v_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the states (m, N, D) at the edges of each chunk, computed from its own steps."""
+    """Write each chunk's forth and back state (m, N, D), computed from its own steps."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -121,7 +123,7 @@ def summarise_grads(
     grad_ptr, out_ptr, lse_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the backward states at the edges of each chunk, computed from its own steps."""
+    """Write each chunk's forth and back state (m, A, Z, A', Z'), computed from its own steps."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -222,7 +224,8 @@ def _grads_after_groups(
     length, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the backward states after each group of the chunk, [GROUPS, BLOCK] each."""
+    """Return m, A, Z, A' and Z' of all steps after each group of GROUP steps in the chunk: five
+    tensors [GROUPS, BLOCK]."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
     for chunk in range(num_chunks - 1, start // CHUNK, -1):
@@ -265,7 +268,7 @@ def _take(states, group):
 
 @triton.jit
 def _merge(m, n, d, fall, m_new, n_new, d_new):
-    """Return the sum of the states (m, n, d), decayed by `fall`, and (m_new, n_new, d_new)."""
+    """Decay the state (m, n, d) by exp(-fall), add (m_new, n_new, d_new), and return the sum."""
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
     return top, old * n + new * n_new, old * d + new * d_new
@@ -275,7 +278,8 @@ def _merge(m, n, d, fall, m_new, n_new, d_new):
 def _merge_grads(
     m, a, z, far_a, far_z, gap, rate, m_new, a_new, z_new, far_a_new, far_z_new
 ):  # fmt: skip
-    """Return the sum of two backward states, the first seen from `gap` positions further away."""
+    """Move the first backward state away by `gap` positions, add the second one (`…_new`), and
+    return the sum. far_a and far_z are A' and Z'."""
     fall = gap * rate
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
@@ -291,7 +295,8 @@ def _merge_grads(
 
 @triton.jit
 def _here(num_chunks, channels, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's row of the batch, first step, channels, and which channels exist."""
+    """Return the program's row of the batch (int64), its first step, its channels [BLOCK], and a
+    mask [BLOCK] of the channels that exist."""
     row = tl.program_id(0) // num_chunks
     start = (tl.program_id(0) % num_chunks) * CHUNK
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -319,7 +324,8 @@ def _load_5(at, c_in, channels):
 
 @triton.jit
 def _rows(at, left, channels, CHUNK: tl.constexpr, other):
-    """Return CHUNK steps from `at` on, float32 [BLOCK] each; `other` where none are left."""
+    """Return CHUNK steps from `at` on, float32 [BLOCK] each. Only the first `left` steps exist; the
+    others have the value `other`."""
     rows = ()
     for i in tl.static_range(CHUNK):
         rows += (_load(at + i * channels, i < left, other),)
@@ -328,7 +334,8 @@ def _rows(at, left, channels, CHUNK: tl.constexpr, other):
 
 @triton.jit
 def _gaps(places_ptr, row, start, length, CHUNK: tl.constexpr):
-    """Return CHUNK + 1 distances from each step to the next; the first step is `start` - 1."""
+    """Return the CHUNK + 1 distances from each step to the next, for `start` - 1 … `start` +
+    CHUNK."""
     gaps = ()
     for i in tl.static_range(CHUNK + 1):
         gaps += (_distance(places_ptr, row, start + i - 1, start + i, length),)
@@ -349,7 +356,8 @@ def _to_edge(places_ptr, row, start, length, way, CHUNK: tl.constexpr):
 
 @triton.jit
 def _distance(places_ptr, row, here, there, length):
-    """Return p_there - p_here as float32; steps past an end have the position of the last one."""
+    """Return p_there - p_here as float32. With positions in `places_ptr`, a step outside of the
+    sequence has the position of the nearest step."""
     if places_ptr is None:
         return (there - here) * 1.0  # a step may be a number under the interpreter
     else:

@@ -29,7 +29,7 @@ def _example(
 
 
 def _with_silu(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an implementation that applies SiLU if asked, made from one that cannot."""
+    """Return `convolve` with one more argument, `silu`: whether to apply SiLU to the result."""
 
     def run_both(
         x: Tensor,

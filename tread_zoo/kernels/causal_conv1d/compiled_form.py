@@ -21,7 +21,7 @@ CONVOLUTION_C = CompiledSource(Path(__file__).with_name("convolution.c"))
 
 
 def unsuited(x: Tensor, weight: Tensor, *args: object) -> str | None:
-    """Return why the kernel cannot or should not run, or None."""
+    """Return why the C form cannot or should not take these arguments, or None."""
     if weight.shape[1] > MOST_TAPS:
         return f"more than {MOST_TAPS} taps"
     return "torch.compile fuses the torch form" if torch.compiler.is_compiling() else None

@@ -21,7 +21,7 @@ def causal_conv1d_fused(
 
 
 def unsuited(x: Tensor, weight: Tensor, *rest: object) -> str | None:
-    """Return why the kernel does not take this call, or None."""
+    """Return why the package's kernel cannot take these arguments, or None if it can."""
     if not 2 <= weight.shape[1] <= 4:
         return f"{weight.shape[1]} taps, it takes 2 to 4"
     if x.shape[-1] % 8:

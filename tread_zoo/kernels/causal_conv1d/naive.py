@@ -1,4 +1,6 @@
-"""y_t = bias + Σ_k w_k x_{t-W+1+k}, tap by tap.
+"""A depthwise causal convolution by its formula, tap by tap.
+
+    y_t = bias + Σ_k w_k x_{t-W+1+k}
 
 Dimensions: B batch, L length, D channels, W taps.
 """

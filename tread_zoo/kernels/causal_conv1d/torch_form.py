@@ -79,7 +79,8 @@ def flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int,
 
 
 def _inside(values: Tensor, segment_ids: Tensor | None, back: int) -> Tensor:
-    """Return `values` with zeros where the position `back` steps apart is of another segment."""
+    """Return `values` [B, L - back, D], with 0 at t where the steps t and t + back have different
+    segment ids."""
     if segment_ids is None:
         return values
     same = segment_ids[:, back:] == segment_ids[:, :-back]

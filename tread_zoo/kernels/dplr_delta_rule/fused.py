@@ -35,7 +35,7 @@ def dplr_delta_rule_fla(
 
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> str | None:
-    """Return why the kernel does not take this call, or None."""
+    """Return why the package's kernel cannot take these arguments, or None if it can."""
     widths = k.shape[-1], v.shape[-1]
     if max(widths) > 256:
         return "keys or values wider than 256"

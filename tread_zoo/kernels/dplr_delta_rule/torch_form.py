@@ -9,18 +9,19 @@ before the chunk and S' the one after it,
     o_i = Σ_{j<=i} ⟨q_i, b_j⟩ u_j + ⟨q_i, k_j⟩ v_j  + Sᵀ (q_i exp(s_i))
     S'  = exp(s_Q) S + Σ_j (b_j u_jᵀ + k_j v_jᵀ) exp(s_Q - s_j)
 
-where ⟨a_i, b_j⟩ = Σ_channels a_i b_j exp(s_{i-1} - s_j), and with s_i for q. The first line is a
-unit lower triangular system for all u of the chunk. It is solved for S = 0 and for the part linear
-in S at once, so the walk over the chunks has two small products per chunk.
+where ⟨a_i, b_j⟩ = Σ_channels a_i b_j exp(s_{i-1} - s_j) and ⟨q_i, b_j⟩ = Σ_channels q_i b_j
+exp(s_i - s_j). The first line is a unit lower triangular system for all u of the chunk. Its
+solution is a part for S = 0 and a part linear in S. Both are computed for all chunks at once, so
+the walk over the chunks has two small products per chunk.
 
 ⟨·,·⟩ of all pairs is one matrix product of a exp(s - m) and b exp(m - s), with m the sum in the
-middle of the chunk. Two things keep it exact for any decay. Log-decays are clamped at the logarithm
-of the dtype's precision, below which the rest of a state is less than its rounding. And the product
-is in float64, which holds exp(± Q/2 · 16) (for float64 inputs, 36 instead of 16) for Q ≤ `CHUNK`.
-Segments are masked, not decayed.
+middle of the chunk. Two things keep the product exact for any decay. Log-decays are clamped at the
+logarithm of the dtype's precision: after such a decay, what is left of a state is less than its
+rounding error. And the product is in float64, which holds exp(± Q/2 · 16) (for float64 inputs, 36
+instead of 16) for Q ≤ `CHUNK`. Pairs of steps in different segments are masked, not decayed.
 
-Dimensions: B batch, L length, H heads, K keys, V values, T chunks of Q steps, N = B H. The pairs
-a, q and b, k are stacked: rows and cols are [T, N, 2, Q, K].
+Dimensions: B batch, L length, H heads, K keys, V values, T chunks of Q steps, N = B H. a and q are
+stacked as rows [T, N, 2, Q, K], b and k as cols [T, N, 2, Q, K].
 """
 
 import math
@@ -109,8 +110,8 @@ def _walk(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the states [N, K, V] before each chunk but the first, and u [T, N, Q, V].
 
-    From the state before it, a chunk has u = alone + carried @ state, and leaves left * state +
-    brought + to_bᵀ u. All arguments but `alone` have T - 1 entries.
+    With the state before a chunk, u = alone + carried @ state, and the state after the chunk is
+    left * state + brought + to_bᵀ u. All arguments but `alone` have T - 1 entries.
     """
     states: list[Tensor] = []
     driven = [alone[0]]
@@ -130,7 +131,7 @@ def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """For all pairs of steps, sums over channels of row_i col_j exp(s_i - s_j), [T, N, 2 Q, 2 Q].
+    """Sums over channels of row_i col_j exp(s_i - s_j), for all pairs of steps, [T, N, 2 Q, 2 Q].
     Entries above the diagonal may be infinite. Backward recomputes the scaled rows and cols."""
 
     @staticmethod

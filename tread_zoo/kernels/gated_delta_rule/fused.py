@@ -48,7 +48,7 @@ def unsuited(
     segment_ids: Tensor | None = None,
     *rest: object,
 ) -> str | None:
-    """Return why the kernels do not take this call, or None."""
+    """Return why the package's kernels cannot take these arguments, or None if they can."""
     if segment_ids is not None and log_decay.ndim == 4:
         return "segments with a decay for each channel"
     if v.dtype not in (torch.float16, torch.bfloat16):

@@ -31,6 +31,6 @@ def gated_linear_attention_fla(
 
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> str | None:
-    """Return why the kernel does not take this call, or None."""
+    """Return why the package's kernel cannot take these arguments, or None if it can."""
     narrow = min(k.shape[-1], v.shape[-1]) < NARROWEST
     return f"keys or values narrower than {NARROWEST}" if narrow else None

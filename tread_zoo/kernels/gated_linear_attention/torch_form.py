@@ -158,7 +158,8 @@ def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
 
 
 def _corners(weights: Tensor, h: int) -> Tensor:
-    """Return a view [T, r, Q / 2h, h, h] of W: second halves of blocks reading first ones."""
+    """Return a view [T, r, Q / 2h, h, h] of W: in each block of 2h steps, the weights with which
+    the second half of the steps reads the first half."""
     blocks = weights.unflatten(3, (-1, 2 * h)).unflatten(2, (-1, 2 * h))
     return blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)[..., h:, :h]
 

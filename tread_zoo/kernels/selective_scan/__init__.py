@@ -40,7 +40,8 @@ def _step_sizes(delta: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _after_softplus(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an implementation that takes a step bias, made from one that takes step sizes."""
+    """Return `scan` with one more argument, `step_bias`: if it is set, the step sizes are
+    softplus(delta + step_bias), else delta."""
 
     def run_after(
         u: Tensor,
@@ -112,11 +113,11 @@ def selective_scan(
 
     Args:
         u: inputs [B, L, D]; y has their dtype.
-        delta: step sizes Δ > 0 [B, L, D], after the softplus; before it with a step bias.
+        delta: [B, L, D]; without `step_bias`, the step sizes Δ > 0.
         A: rates [D, N], negative for decay.
         B, C: input and output vectors [B, L, G, N], D divisible by G.
         D: [D] or None.
-        step_bias: [D]; Δ = softplus(delta + step_bias). None: delta is Δ.
+        step_bias: [D]; Δ = softplus(delta + step_bias). None: Δ = delta.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
         gaps: g > 0 [B, L], the number of steps of the full sequence from the previous token to this
             token; None means 1. The first gap of a row has no effect. Every form computes the

@@ -50,7 +50,7 @@ class _Inputs(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """The steps of one chunk for some rows of the batch."""
+    """The steps of chunk number `chunk`, for some rows of the batch."""
 
     steps: slice
     rows: slice
@@ -130,10 +130,16 @@ def _backward_tile(
     carry: Tensor,
     grads: tuple[Tensor, ...],
 ) -> None:
-    """Recompute a tile, run its recurrence backwards, and write or add its gradients.
+    """Recompute a tile, run its recurrence backwards, and write its gradients.
 
-    `carry` is a_{t+1} g_{t+1} of the step after the tile; it becomes the value for the tile's
-    first step.
+    Args:
+        inputs: the inputs of the call.
+        gy: gradient of the tile's y.
+        tile: the tile.
+        buffers: three from `_buffers`; the second begins with the state before the tile.
+        carry: a_{t+1} g_{t+1} of the step after the tile; becomes the value for its first step.
+        grads: gradients of u, delta, B and C, of which the tile's part is written, and of A and D,
+            to which it is added.
     """
     a, h, g = buffers
     gu, gd, gB, gC, gA, gD = grads
@@ -160,7 +166,8 @@ def _backward_tile(
 
 
 def _fill(inputs: _Inputs, tile: _Tile, a: Tensor, h: Tensor) -> Tensor:
-    """Write decays to `a` [T, ...] and the states after h[0] to `h` [T + 1, ...]; return Δ u."""
+    """Return x = Δ u of a tile, [T, R, G, 1, P]. Write the decays to `a` [T, ...] and, from the
+    state before the tile in h[0], the others to `h` [T + 1, ...]."""
     delta = inputs.delta[tile.at]
     x = delta * inputs.u[tile.at]
     torch.mul(delta, inputs.rates, out=a)

@@ -8,9 +8,10 @@ and, with g_t the gradient that reaches h_t from y_t and from h_{t+1},
     ∂x_t = B_t · g_t,   ∂B_t = Σ_d x_t g_t,   ∂C_t = Σ_d ∂y_t h_t
     ∂Δ_t = Σ_n A q_t + u_t ∂x_t,   ∂u_t = Δ_t ∂x_t + D ∂y_t,   ∂A = Σ_t Δ_t q_t,   ∂D = Σ_t ∂y_t u_t
 
-Autograd keeps the inputs alone. Backward runs the recurrence again and stores the state before
-every BACKWARD_STEPS steps: B L D N / BACKWARD_STEPS float32 values, freed when it ends. From each
-it recomputes the states of those steps in registers, and then walks through them backwards.
+Autograd keeps the inputs alone. Backward first runs the recurrence again and stores the state
+before each chunk of BACKWARD_STEPS steps: B L D N / BACKWARD_STEPS float32 values, freed at the end
+of the backward pass. Then it goes from the last chunk to the first: from the stored state it
+recomputes the states of the chunk in registers, and walks through them backwards.
 
 ∂B and ∂C are sums over channels and therefore over programs; ∂A and ∂D are sums over the batch.
 Every program writes its partial sum, and these are added afterwards: no atomics, the same bits in
@@ -40,8 +41,11 @@ BACKWARD_OPTIONS = {"maxnreg": 168} if torch.version.hip is None else {}
 
 
 class _Blocks(NamedTuple):
-    """How the work is cut: channels and states of a program's block, blocks (`parts`) per group,
-    and the number of programs."""
+    """How the work is divided: a program computes one block of channels of one row of the batch.
+
+    channels: channels of a block. states: states of a channel, rounded up to a power of two.
+    parts: blocks of a group. programs: number of programs.
+    """
 
     channels: int
     states: int
@@ -109,7 +113,7 @@ def _prepare(
 def _scan(
     inputs: tuple[Any, ...], blocks: _Blocks, y: Tensor | None = None, states: Tensor | None = None
 ) -> None:
-    """Write y to `y`, or the states before every BACKWARD_STEPS steps to `states`."""
+    """Write y to `y`, or the state before each chunk of BACKWARD_STEPS steps to `states`."""
     u, steps = inputs[0], FORWARD_STEPS if states is None else BACKWARD_STEPS
     args, sizes = (*inputs, y, states, u.shape[1]), _sizes(u, inputs[3], blocks, steps)
     launch(KERNELS, "forward", u.device, (blocks.programs,), *args, **sizes)
@@ -122,8 +126,11 @@ def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
 
 
 def _split(batch: int, width: int, groups: int, size: int, wanted: int) -> _Blocks:
-    """Return blocks of `wanted` states per program, or of a whole group if it has fewer, for
-    `groups` groups with `width` channels in all and `size` states per channel."""
+    """Return `_Blocks` with `wanted` states per program, or with all states of a group if it has
+    fewer.
+
+    width: channels of all groups. size: states of a channel.
+    """
     states = _power_of_two(size)
     channels = min(wanted // states, _power_of_two(width // groups))
     parts = -(-width // groups // channels)
@@ -135,7 +142,8 @@ def _power_of_two(least: int) -> int:
 
 
 def _sizes(u: Tensor, B: Tensor, blocks: _Blocks, steps: int) -> dict[str, Any]:
-    """Return the sizes that a kernel is compiled for; batch and length are not among them."""
+    """Return the constants that a kernel is compiled with, and its launch options. Batch and length
+    are not among them."""
     groups, size = B.shape[2:]
     return {
         "WIDTH": u.shape[2],

@@ -13,7 +13,8 @@ arithmetic, a tree of shuffles instead of one multiply-add per state, and all st
 block. Little is left to gain: exponentials, of which a multiprocessor computes 16 per cycle, take
 three quarters of the forward pass. In the backward pass, the shuffles of the sums over channels
 take as long as all arithmetic. The walk needs enough batch, channels and states to fill the device,
-for example 32 x 768 x 16; far below that, launching takes longer than either.
+for example 32 x 768 x 16. For much smaller inputs, launching the kernel takes longer than either
+the walk or a parallel scan.
 
 Dimensions: D channels of a block, N states, padded to powers of two.
 """
@@ -31,7 +32,7 @@ def forward(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write y [B, L, D], or the states before every STEPS steps [B, chunks, D, N], or both."""
+    """Write y [B, L, D], or the states before chunks of STEPS steps [B, chunks, D, N], or both."""
     VECTOR: tl.constexpr = GROUPS * SIZE
     batch, _, d, d_in, vector, n_in, at, at_in = _place(WIDTH, GROUPS, SIZE, BLOCK_D, BLOCK_N)
     rates = tl.load(A_ptr + at, mask=at_in, other=0.0) * LOG2_E
@@ -160,7 +161,8 @@ def _place(
 
 @triton.jit
 def _rows(ptr, row, left, column, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """Return STEPS rows of a matrix of WIDTH columns as a tuple, zeros after the first `left`."""
+    """Return the STEPS rows from `row` on of a matrix with WIDTH columns, at the columns `column`:
+    a tuple of float32 vectors. Rows after the first `left` are zeros."""
     rows = ()
     for i in tl.static_range(STEPS):
         value = tl.load(ptr + (row + i) * WIDTH + column, mask=i < left, other=0.0)

@@ -8,8 +8,8 @@ The missing features are emulated as follows:
   restarts exactly where `seq_idx` differs; ids that occur again later are renumbered.
 - fla takes any log-decay, but no segments. At the start of a segment, a log-decay of `RESET` leaves
   1e-26 of the state. A lower log-decay would leave less, but log-decays are summed over 64 steps in
-  float32 and would lose digits. With `RESET` the error of the weights is 4e-6 after one start in a
-  chunk and 2e-4 at most, less than the error of products in TF32.
+  float32 and would lose digits. With `RESET`, the decays between steps have an error of 4e-6 if one
+  segment starts in a chunk, and of 2e-4 at most. Products in TF32 have a larger error.
 """
 
 import torch

@@ -42,10 +42,11 @@ BLOCK_VALUES = 2**17  # B·L·H·P values computed at a time on a CPU: these fit
 
 
 class _Decays(NamedTuple):
-    """The decays between steps, for some rows of the batch.
+    """The decays between the steps of a chunk, for some rows of the batch.
 
-    apart: exp(s_i - s_j) at j <= i, 1 above, [T, K, R, Q, Q].
-    since, until: exp(s_i) and exp(s_Q - s_j), 0 across a segment's start, [T, K, R, Q].
+    apart: exp(s_i - s_j) where j <= i, else 1, [T, K, R, Q, Q].
+    since: exp(s_i), but 0 if a segment starts at step i or before it, [T, K, R, Q].
+    until: exp(s_Q - s_j), but 0 if a segment starts after step j, [T, K, R, Q].
     joined: 1 where j <= i and both are of one segment, else 0, [T or 1, K or 1, Q, Q].
     """
 
@@ -74,7 +75,8 @@ class _Chunks(NamedTuple):
 
 
 class _Grads(NamedTuple):
-    """Gradients of the inputs: `x` of u, A and D [K, R], the others shaped as in `_Chunks`."""
+    """Gradients of the inputs: `x` is the gradient of u. A and D are [K, R], the others have the
+    shapes of `_Chunks`."""
 
     x: Tensor
     delta: Tensor
@@ -144,7 +146,7 @@ def _totals(c: _Chunks) -> Tensor:
 
 
 def _outputs(c: _Chunks, states: Tensor) -> Tensor:
-    """Return y [T, K, R, Q, P] from the states between the chunks; uses up `c.decays.apart`."""
+    """Return y [T, K, R, Q, P] from the states between the chunks. Overwrites `c.decays.apart`."""
     y = _bmm(_weights(c, out=c.decays.apart), c.x)
     if len(states):
         arriving = _heads_first(_bmm(c.C[1:], states), c.A.shape[1])
@@ -159,7 +161,7 @@ def _weights(c: _Chunks, out: Tensor | None = None) -> Tensor:
 
 
 def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
-    """Return the inputs' gradients, given the gradient gy of y [T, K, R, Q, P]; uses up `c.x`."""
+    """Return the inputs' gradients, from the gradient gy of y [T, K, R, Q, P]. Overwrites `c.x`."""
     weights, gw = _weights(c), _bmm(gy, c.x.mT)
     gx = _bmm(weights.mT, gy)
     pairs = weights.mul_(gw)
@@ -239,7 +241,8 @@ def _prepare(
 
 
 def _decay(falls: Tensor, starts: Tensor | None) -> _Decays:
-    """Return the decays for l [T, K, R, Q]; `starts` is 1 where a segment begins [T, K, 1, Q]."""
+    """Return the decays for the log-decays l, `falls` [T, K, R, Q]; `starts` is 1 where a segment
+    begins [T, K, 1, Q]."""
     wide = torch.float32 if falls.device.type == "mps" else torch.float64  # mps has no float64
     sums = falls.to(wide).cumsum(-1) / math.log(2)  # 2^x is quicker than e^x on a CPU
     high = sums.to(falls.dtype)
@@ -272,19 +275,20 @@ def _steps_first(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _heads_first(values: Tensor, heads: int) -> Tensor:
-    """Return x [T, K, Q, R P] as a view [T, K, R, Q, P]."""
+    """Return `values` [T, K, Q, R P] as a view [T, K, R, Q, P]."""
     return values.unflatten(-1, (heads, -1)).transpose(2, 3)
 
 
 def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return x [B, L, H, F] as [T, K, R, Q, F], contiguous, with zeros after the end."""
+    """Return `values` [B, L, H, F] as [T, K, R, Q, F], contiguous, with zeros after the end."""
     return _chunked(values.to(dtype), groups).contiguous().flatten(1, 2)
 
 
 def _cut_tokens(
     values: Tensor | None, rows: slice, groups: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the `rows` of x [B, L] as [T, K, 1, Q], equal for all groups; None for None."""
+    """Return the `rows` of `values` [B, L] as [T, K, 1, Q], equal for all groups; None without
+    values."""
     if values is None:
         return None
     shaped = values[rows, :, None, None].expand(-1, -1, groups, -1)
@@ -292,7 +296,7 @@ def _cut_tokens(
 
 
 def _per_head(values: Tensor, batch: int, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return x [H] as [K, R, 1], equal for all rows of the batch."""
+    """Return `values` [H] as [K, R, 1], equal for all rows of the batch."""
     heads = values.to(dtype).view(1, groups, -1, 1)
     return heads.expand(batch, -1, -1, -1).flatten(0, 1)
 
@@ -303,7 +307,7 @@ def _join(values: Tensor, out: Tensor, groups: int) -> None:
 
 
 def _chunked(values: Tensor, groups: int) -> Tensor:
-    """Return x [B, L, H, F] as [T, B, G, R, Q, F], a copy only if steps are missing at the end."""
+    """Return `values` [B, L, H, F] as [T, B, G, R, Q, F], a view unless it must be padded."""
     return cut(values, _spans(values.shape[1])[1]).unflatten(2, (groups, -1))
 
 
@@ -314,7 +318,8 @@ def _spans(length: int) -> tuple[int, int]:
 
 
 def _empty_padded(values: Tensor) -> Tensor:
-    """Return uninitialised [B, T Q, ...] for `values` [B, L, ...], with whole chunks."""
+    """Return uninitialised memory [B, T Q, ...], for `values` [B, L, ...] filled up to whole
+    chunks."""
     num_chunks, span = _spans(values.shape[1])
     return values.new_empty(len(values), num_chunks * span, *values.shape[2:])
 
@@ -335,9 +340,11 @@ def _empty(
 def _flops(
     x: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], B: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
-    """Return the FLOPs of the matrix products. Forward: C Bᵀ, W x, into the states and out of them.
-    Backward: C Bᵀ and its two gradients, the gradients of W and x, ∂l, and five products with
-    states."""
+    """Return the FLOPs of the matrix products, forward and backward.
+
+    Forward: C Bᵀ, W x, what x adds to the states, and what y reads from the states. Backward: C Bᵀ
+    and its two gradients, the gradients of W and x, ∂l, and five products with states.
+    """
     (batch, length, heads, width), (groups, size) = x, B[2:]
     num_chunks, steps = _spans(length)
     pairs = 2 * batch * num_chunks * steps * steps
