@@ -1,1 +1,1 @@
-"""The contract of all backbones: their base class, how routes enter and leave, shared layers."""
+"""The contract of all backbones: base class, what routes do to tokens, shared layers."""

@@ -3,9 +3,10 @@
     embed -> blocks 0 … depth-1 -> head
 
 A backbone defines how its input becomes token streams, what one block does, and how the streams
-become the output. Routes are crossings, ranges of blocks that see fewer tokens. Around each block,
-the loop enters those that start there, passes the skip that the block consumes, and leaves those
-that end there. Forward has no randomness: noise, times, dropped labels and kept ids are inputs.
+become the output. A route is a `Crossing`, a range of blocks that see fewer tokens. Before each
+block, the loop enters the crossings that start there; then it runs the block, with its long skip
+if it has one; afterwards, it leaves the crossings that end there. Forward has no randomness: noise,
+times, dropped labels and the ids of kept tokens are inputs.
 
 B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K tokens present,
 D width; a context has T embeddings of width S.
@@ -43,9 +44,10 @@ class Backbone(nn.Module, ABC):
         num_classes: labels are 0 … num_classes-1, and num_classes is the null label. 0: the network
             is unconditional.
         patch_size: side of a patch in pixels.
-        depends_on: what a block's result depends on besides the tokens' values: their `order`, the
-            `ids` of the layout, the full `grid`. Attention with added positions has `()`, rotary
-            positions have `order` and `ids`. `tread_zoo.testing` measures it.
+        depends_on: what a block's result depends on besides the values of its tokens: their
+            `order`, their raster positions (`ids`), the size of the full `grid`. It is `()` for
+            attention with added positions, `order` and `ids` with rotary positions.
+            `tread_zoo.testing` measures it.
         learn_sigma: return 2 C output channels, as some published checkpoints do; objectives use
             the first C.
 
@@ -60,13 +62,13 @@ class Backbone(nn.Module, ABC):
         routing: a module with the weights of a routing method, or None. Its `cross(crossings)`
             returns the crossings that a call runs; `tread_zoo.factory.add_routing` sets it.
         context_length, context_size: T and S of contexts, set by `add_contexts`; else 0.
-        num_context_tokens: number of context tokens and registers, which come first.
+        num_context_tokens: number of context tokens and registers, the first of the extra tokens.
 
     Subclasses fill `self.blocks`, an `nn.ModuleList`, and may set
 
-    - `self.num_extra_tokens`;
-    - `self.skips`, which maps each block that consumes a skip to the earlier block that produces
-      it. A skip carries the first stream; several blocks may consume the same one.
+    - `self.num_extra_tokens`, E;
+    - `self.skips`, {consumer: producer} of long skips, as indices of blocks. The consumer gets the
+      first stream as it was after the producer; a producer may have several consumers.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -122,30 +124,34 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
-        """Return the streams, tensors of tokens [B, E + N, D] that the blocks update, and what
-        every block is conditioned on."""
+        """Return the streams, tensors of tokens [B, E + N, D] that the blocks update, and the
+        condition that every block gets. For x, t and y see `forward`."""
 
     @abstractmethod
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        """Return the streams [B, E + K, D] after `self.blocks[index]`, which must be called as a
-        module: compilation and sharding hook that call. `layout` says which tokens are present, and
-        `skip`, a long skip or None, has the same tokens."""
+        """Return the streams [B, E + K, D] after `self.blocks[index]`. The block must be called as
+        a module, because compilation and sharding hook that call.
+
+        `condition` is from `embed`, `layout` says which tokens are present, and `skip` is a long
+        skip [B, E + K, D] of the same tokens, or None.
+        """
 
     @abstractmethod
     def head(self, streams: Streams, condition: Any) -> Tensor:
-        """Return the output [B, C_out, H, W] from streams [B, E + N, D]."""
+        """Return the output [B, C_out, H, W] from the streams [B, E + N, D] after all blocks."""
 
     def hidden_state(self, streams: Streams) -> Tensor:
-        """Return the features [B, L, D] that `forward` collects; by default the first stream."""
+        """Return what `forward` collects as a block's features, [B, E + K, D], from the streams
+        after the block; by default the first stream."""
         return streams[0]
 
     # What all backbones share ---------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks; the ranges of routes count these."""
+        """Number of blocks. Routes and features count the blocks from 0."""
         if "blocks" not in self._modules:
             raise TypeError(f"{type(self).__name__} has no self.blocks: fill an nn.ModuleList.")
         return len(self.blocks)
@@ -179,7 +185,7 @@ class Backbone(nn.Module, ABC):
             context_length, context_size: T and S; 0 and 0 change nothing.
 
         Raises:
-            ValueError: only one of them is 0, there are labels, or the backbone takes no contexts.
+            ValueError: only one of them is 0, the network has labels, or it takes no contexts.
         """
         check_new_context(self, context_length, context_size)
         if not context_size:
@@ -193,11 +199,11 @@ class Backbone(nn.Module, ABC):
         self._add_tokens(context_length)
 
     def add_registers(self, num_registers: int) -> None:
-        """Add R learned tokens [R, D], after context tokens and before all others.
+        """Add R = `num_registers` learned tokens after context tokens and before all others.
 
-        They hold global information (arXiv 2309.16588; in diffusion 2605.05206). Routes never drop
-        them, scans read them first in both directions, and the head discards them. Times must then
-        be [B]. R = 0 changes nothing.
+        Registers hold global information (arXiv 2309.16588; in diffusion 2605.05206). Routes never
+        drop them, scans read them first in both directions, and the head discards them. Times must
+        then be [B]. R = 0 changes nothing.
         """
         if num_registers:
             width, like = self.widths[0], next(self.parameters())
@@ -223,8 +229,8 @@ class Backbone(nn.Module, ABC):
         return tokens if context is None else torch.cat([context, tokens], dim=1)
 
     def embed_context(self, y: Tensor | None, batch: int) -> Tensor | None:
-        """Return context tokens [B, T, D] from y [B, T, S] (None means zeros); None for a network
-        without contexts."""
+        """Return context tokens [B, T, D] of contexts y [B, T, S], or of `batch` contexts of zeros
+        if y is None. Return None for a network without contexts."""
         if self.context_embed is None:
             return None
         weight = self.context_embed.weight
@@ -251,7 +257,7 @@ class Backbone(nn.Module, ABC):
         routes: Sequence[Crossing] = (),
         features: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, dict[int, Features]]:
-        """Return the raw output [B, C_out, H, W]; an empty batch has no gradient.
+        """Return the raw output [B, C_out, H, W]. The output of an empty batch has no gradient.
 
         Args:
             x: noisy images [B, C, H, W].
@@ -264,12 +270,13 @@ class Backbone(nn.Module, ABC):
                 `time_sinusoids` accept.
             routes: crossings from a routing method, such as `tread_zoo.routing.Select`; disjoint
                 or nested.
-            features: blocks whose tokens are also returned, with gradients: the result is then
-                (output, {block: `Features`}). Within a route these are the kept tokens.
+            features: indices of blocks. If given, the result is (output, {block: `Features`}), the
+                tokens after each of these blocks, with gradients. Within a route, only the kept
+                tokens are there.
 
         Raises:
-            ValueError: an input has the wrong shape, a condition is given to an unconditional
-                network, or a crossing or a feature is out of range.
+            ValueError: an input has the wrong shape, y is given to an unconditional network, or
+                `routes` or `features` name a block that does not exist.
             TypeError: a method of the subclass returned something that the contract excludes.
         """
         check_inputs(self, x, t, y)
@@ -295,7 +302,7 @@ class Backbone(nn.Module, ABC):
 
         Args:
             x, t, y: see `forward`.
-            block: 0 … num_blocks - 1.
+            block: index of the block, 0 … num_blocks - 1.
         """
         check_inputs(self, x, t, y)
         streams, condition = self._embed(x, t, y)
@@ -306,8 +313,8 @@ class Backbone(nn.Module, ABC):
     # The loop -------------------------------------------------------------------------------------
 
     def _crossings(self, routes: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings of a call in the order in which they are entered: `routes`, as the
-        module `routing` changes them."""
+        """Return the crossings that a call runs, in the order in which they are entered: `routes`,
+        or what the module `routing`, if there is one, makes of them."""
         whole = routes if self.routing is None else self.routing.cross(routes)
         return check_crossings(whole, self.num_blocks)
 
@@ -319,8 +326,8 @@ class Backbone(nn.Module, ABC):
         wanted: Sequence[int],
         stop: int | None = None,
     ) -> tuple[Streams, dict[int, Features]]:
-        """Return the streams after blocks 0 … stop-1 (None: after all blocks), and the `Features`
-        after the blocks `wanted`."""
+        """Return the streams after blocks 0 … stop-1 (None: after all blocks), and
+        {block: `Features`} for the blocks `wanted`. `crossings` are in the order of entry."""
         layout = Layout(
             self.grid, self.num_extra_tokens, batch=len(streams[0]), device=streams[0].device,
             num_context=self.num_context_tokens,
@@ -368,5 +375,6 @@ class Backbone(nn.Module, ABC):
 def _still_used(
     skips: dict[int, Tensor], last_use: dict[int, int], block: int
 ) -> dict[int, Tensor]:
-    """Return the skips that are consumed after `block`; `last_use` is {producer: last consumer}."""
+    """Return those long skips, {producer: tokens}, that some block after `block` consumes;
+    `last_use` is {producer: last consumer}."""
     return {producer: skip for producer, skip in skips.items() if last_use[producer] > block}

@@ -14,7 +14,8 @@ DEPENDS_ON = ("order", "ids", "grid")
 
 
 def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
-    """Return `names`, each once, in the order of `DEPENDS_ON`; raise if one is not in it."""
+    """Return `names` without repetitions, in the order of `DEPENDS_ON`. Raises ValueError if a name
+    is not in `DEPENDS_ON`."""
     names = tuple(names)
     for name in names:
         if name not in DEPENDS_ON:
@@ -23,8 +24,8 @@ def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-    """Check the network's long skips, and the shapes of images x, times t and conditions y: a wrong
-    shape may broadcast without an error."""
+    """Check the shapes of images x, times t and conditions y, since a wrong shape may broadcast
+    without an error, and that each of the network's long skips leads to a later block."""
     batch, shape = len(x), (network.in_channels, *network.input_size)
     if x.shape[1:] != shape:
         raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(shape)}].")

@@ -92,11 +92,12 @@ class Tokens(NamedTuple):
     """All that travels per token between two blocks.
 
     streams: tensors of tokens that every block updates, [B, E + K, D] each.
-    skips: long skips not yet consumed, [B, E + K, D], keyed by the index of the block that produced
-        them. A skip that no block of a crossing consumes waits outside of it, with all tokens.
-    condition: what blocks are conditioned on; a `PerToken` in it has the streams' tokens.
-    layout: the tokens present.
-    inner: producers of the skips that a crossing's blocks consume, set while it is entered.
+    skips: {producer: long skip [B, E + K, D]} for those that later blocks consume; the producer is
+        the index of a block. A crossing that drops tokens leaves out those that its blocks do not
+        consume.
+    condition: what blocks are conditioned on; a `PerToken` in it has values for the same tokens.
+    layout: which tokens are present.
+    inner: keys of the `skips` that the blocks of a crossing consume; set to enter the crossing.
     """
 
     streams: Streams
@@ -106,12 +107,12 @@ class Tokens(NamedTuple):
     inner: frozenset[int] = frozenset()
 
     def map(self, change: Change, ids: Tensor | None) -> "Tokens":
-        """Return these tokens with `change` applied to streams, per-token conditions and the skips
-        in `inner`.
+        """Return what enters a crossing: streams, per-token conditions and the skips in `inner`,
+        with `change` applied to each. Other skips are left out.
 
         Args:
-            change: maps a tensor [B, E + N, D] to [B, E + K, D].
-            ids: int64 [B, K], the raster positions of the result.
+            change: function from a tensor [B, E + N, D] to a tensor [B, E + K, D].
+            ids: int64 [B, K], raster positions of the tokens in the result; None: all.
         """
         return Tokens(
             tuple(map(change, self.streams)),
@@ -126,13 +127,14 @@ class Tokens(NamedTuple):
         put: Callable[[Tensor, Tensor], Tensor],
         absent: Streams | None = None,
     ) -> "Tokens":
-        """Return these tokens with the streams of `after` and the skips made within a crossing.
+        """Return all tokens after a crossing, from `self`, all tokens before it. The results of the
+        crossing (streams, and long skips that its blocks produced) are put into full tensors.
 
         Args:
-            after: the tokens after the crossing's last block; `self` are those before its first.
-            put: writes processed tokens [B, E + K, D] into a full stream [B, E + N, D] and
-                returns the result, [B, E + N, D].
-            absent: the full streams that `put` gets; None: those before the crossing.
+            after: the tokens after the crossing's last block.
+            put: function of a full tensor [B, E + N, D] and processed tokens [B, E + K, D] that
+                returns the full tensor with these tokens in it.
+            absent: full tensors into which the streams are put; None: those before the crossing.
         """
         meanwhile = {
             producer: put(self.streams[0], skip)
@@ -148,9 +150,10 @@ Exit = Callable[[Tokens], Tokens]
 
 @dataclass(frozen=True)
 class Crossing:
-    """How a routing method runs blocks start … end-1. Using it involves no randomness.
+    """How blocks start … end-1 run in a call, usually on fewer tokens.
 
-    Subclasses are frozen dataclasses that override `enter`; `runs = False` skips the blocks.
+    Subclasses are frozen dataclasses that override `enter`, which draws no random numbers;
+    `runs = False` skips the blocks.
     """
 
     start: int
@@ -159,8 +162,8 @@ class Crossing:
     runs: ClassVar[bool] = True  # False: the blocks do not run
 
     def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
-        """Return the tokens that block `start` sees, and the function to apply to those after block
-        `end - 1`."""
+        """Return the tokens that block `start` sees, and the function to apply to the tokens after
+        block `end - 1`."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
@@ -213,8 +216,8 @@ def plain_condition(condition: Any) -> Any:
 
 
 def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
-    """Return the rows of extra and kept tokens in a flattened stream [B * (E + N), D]: int64
-    [B * (E + K)], from raster positions `ids` [B, K]."""
+    """Return the rows that extra and kept tokens have in a stream flattened to [B * (E + N), D]:
+    int64 [B * (E + K)]. `ids` [B, K] are the raster positions of the kept tokens."""
     batch, device = ids.shape[0], ids.device
     extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
     within = torch.cat([extra, ids + num_extra], dim=1)
@@ -223,12 +226,14 @@ def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
 
 
 def gather(stream: Tensor, rows: Tensor) -> Tensor:
-    """Return the tokens [B, E + K, D] at `rows`, from `row_index`, of a stream [B, E + N, D]."""
+    """Return the tokens [B, E + K, D] at `rows` of a stream [B, E + N, D]; for rows see
+    `row_index`."""
     batch, _, width = stream.shape
     return stream.flatten(0, 1).index_select(0, rows).view(batch, -1, width)
 
 
 def scatter(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
-    """Return a copy of `stream` [B, E + N, D] with `kept` [B, E + K, D] written at `rows`."""
+    """Return a copy of `stream` [B, E + N, D] with `kept` [B, E + K, D] written at `rows`; for rows
+    see `row_index`."""
     flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
     return flat.view_as(stream)

@@ -67,16 +67,18 @@ def rotary_2d(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [B, H, N, Dh] with its pairs of channels rotated by what `rotary_2d` returned."""
+    """Return x [B, H, E + K, Dh] with each pair of channels rotated; `rotary_2d` returns `cos` and
+    `sin`."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin)
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
-    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, [.., size].
+    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, i = 0 … size/2 - 1.
 
     Let s be these sinusoids. A complex t + i (t - r) asks for a mean over times r to t and gives
-    s(t) + s(t - r) - s(0), which is s(t) at r = t. The result is float32, or float64 if t is.
+    s(t) + s(t - r) - s(0), which is s(t) at r = t. The result is [.., size], float32, or float64 if
+    t is.
 
     Args:
         t: noise labels [..] of order 1, real or complex.
@@ -137,7 +139,7 @@ class LabelEmbedder(nn.Module):
 
 
 def per_token(condition: Tensor) -> Tensor:
-    """Return a condition that broadcasts over tokens: [B, D] as [B, 1, D], [B, N, D] unchanged."""
+    """Return a condition that broadcasts over tokens: [B, D] becomes [B, 1, D], [B, N, D] stays."""
     return condition if condition.ndim == 3 else condition.unsqueeze(1)
 
 
@@ -152,8 +154,8 @@ def add_gated(x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
 
 
 def join_skip(x: Tensor, skip: Tensor | None, linear: nn.Module | None) -> Tensor:
-    """Return linear(cat(x, skip)), tokens x joined with a long skip, both [B, N, D], in the dtype
-    of x, also under autocast. If `linear` is None, return x."""
+    """Return linear(cat(x, skip)): tokens x [B, N, D] joined with a long skip [B, N, D]. The result
+    has the dtype of x, also under autocast. If `linear` is None, return x."""
     if linear is None:
         return x
     assert skip is not None, "the block loop gives a skip to each block in `skips`"
@@ -190,7 +192,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 class AdaLNHead(nn.Module):
     """Maps tokens [B, N, D] to patches [B, N, p * p * C_out]: a norm that the condition modulates,
-    [B, D] or [B, N, D] after SiLU, then a linear layer."""
+    then a linear layer. The caller applies SiLU to the condition, [B, D] or [B, N, D]."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()

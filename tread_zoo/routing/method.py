@@ -3,11 +3,12 @@
     crossings = method.draw(Stack.of(backbone), images, Step(index, num_steps, seed))
     backbone(x, t, y, routes=crossings)
 
-A method is a registered frozen dataclass. Its fields are its options; it has no state and no
+A `Crossing` is a range of blocks that see fewer tokens, and `images` generates random numbers per
+image. A method is a registered frozen dataclass. Its fields are its options; it has no state and no
 weights. If it needs weights, `build` returns a module that is stored as `backbone.routing`, and
 that module's `cross(crossings)` runs in every call. docs/adding_a_method.md shows how to write one.
 
-Decisions for all images together depend only on (seed, step), the choice of an image's tokens only
+A choice for all images together depends only on (seed, step), the choice of an image's tokens only
 on (seed, step, image). So runs on different numbers of ranks make the same choices.
 
 B batch, N tokens, K kept tokens.
@@ -50,7 +51,7 @@ class Stack:
     """What a routing method knows about a network.
 
     Args:
-        num_blocks: depth.
+        num_blocks: number of blocks.
         grid: (h, w); N = h * w tokens.
         widths: D of each stream, a tensor of tokens that goes from block to block.
         skips: {consumer: producer} of each long skip, as block indices.
@@ -86,7 +87,7 @@ class Stack:
         return num_kept_tokens(self.num_tokens, rate)
 
     def span(self, start: int | str = "auto", end: int | str = "auto") -> tuple[int, int]:
-        """Return start and end of a range of blocks as numbers from 0; negative numbers count from
+        """Return start and end of a range of blocks, counted from 0. Negative arguments count from
         the last block, and `auto` is the network's default.
 
         If the network is too shallow for its default range, `auto` at both ends means all blocks
@@ -153,7 +154,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step of a run; its random numbers are equal on all ranks and micro-steps."""
+    """An optimizer step of a run: its index, counted from 0, the run's number of steps, and the
+    run's seed. The step's random numbers are equal on all ranks and micro-steps."""
 
     index: int
     num_steps: int
@@ -172,12 +174,12 @@ class Method:
     Args:
         warm_start: fraction of training at its start that is not routed.
         dense_tail: fraction of training at its end that is not routed.
-        probability: probability that a step outside of these two is routed; all ranks decide alike.
+        probability: probability that one of the other steps is routed; all ranks decide alike.
 
     Class attributes:
         drawn: whether all choices are made before the network runs. False: they depend on
             activations, whose rounding differs between machines.
-        keep_all_is_dense: whether a network that leaves no token out equals one without routing.
+        keep_all_is_dense: whether a call that leaves no token out equals a call without routes.
         for_any: whether the method also works in sampling from networks trained with other methods.
     """
 
@@ -202,13 +204,14 @@ class Method:
 
     def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
         """Return the crossings of a routed training step: which tokens the blocks of `stack` see.
-        Token ids are on the device of `images`, the random numbers per image."""
+        `images` generates random numbers per image; the ids of tokens are on its device."""
         return self.sample(stack, images, self.rate_at(step))
 
     def outcomes(
         self, stack: Stack, images: ImageGenerator, step: Step
     ) -> Sequence[tuple[float, Crossings]]:
-        """Return all possible results of `route` as (probability, crossings), to count FLOPs."""
+        """Return all possible results of `route`, each as (probability, crossings), to count FLOPs.
+        For the arguments see `route`."""
         return [(1.0, self.route(stack, images, step))]
 
     def rates(self) -> Sequence[Any]:
@@ -217,10 +220,10 @@ class Method:
         return () if rate is None else (rate,)
 
     def build(self, stack: Stack) -> nn.Module | None:
-        """Return a module with the method's weights, or None.
+        """Return a module with the method's weights; None if it has no weights.
 
         Initial weights are drawn from torch's global generator. In every call of the network, the
-        module's `cross(crossings)` turns the call's crossings, () if dense, into those to run.
+        module's `cross` gets the crossings of that call, () for none, and returns those to run.
         """
         return None
 
@@ -230,8 +233,8 @@ class Method:
         return False
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        """Return the crossings of one network call in sampling, in which the fraction `rate` of the
-        tokens bypasses blocks.
+        """Return the crossings of a network call in sampling: the fraction `rate` of the tokens
+        bypasses blocks.
 
         Raises:
             ValueError: training with this method does not prepare the network for it.
@@ -241,8 +244,8 @@ class Method:
         raise ValueError(f"routing={self.name} is for training only.")
 
     def weak(self, stack: Stack) -> Crossings:
-        """Return the crossings that make the weak prediction of guidance: they skip the blocks that
-        some training steps skip.
+        """Return the crossings of a call with a weaker prediction, for guidance: they skip the
+        blocks that some training steps skip.
 
         Raises:
             ValueError: no training step skips blocks.
@@ -255,8 +258,9 @@ class Method:
     def loss(
         self, objective: Any, predict: Any, x: Tensor, draw: Any, crossings: Crossings, patch: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each image [B] and other values by name; see `Objective.loss`. The
-        step has the given crossings, and `patch` is the side of a patch."""
+        """Return the loss of each image [B], and other values by name, in a step that runs
+        `crossings`. `patch` is the side of a patch; for the other arguments see `Objective.loss`.
+        """
         return objective.loss(predict, x, draw)
 
     @property
@@ -314,11 +318,11 @@ class Method:
         return str(describe_part("routing", self)["name"])
 
     def draw(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
-        """Return the crossings of one training step; empty for a dense step.
+        """Return the crossings of a training step; () if it is not routed.
 
         Args:
             stack: the network's `Stack`.
-            images: random numbers per image; token ids are on their device.
+            images: generator of random numbers per image; the ids of tokens are on its device.
             step: the optimizer step.
 
         Raises:
@@ -333,21 +337,22 @@ class Method:
         return self.route(stack, images, step)
 
     def rate_at(self, step: Step, rate: Any = None) -> float:
-        """Return the value of `rate` at a step; `rate=None` means `selection_rate`."""
+        """Return the value at a step of `rate`, a number or a list such as [linear, 0.5, 0]; None
+        means the option `selection_rate`."""
         rate = self.selection_rate if rate is None else rate  # type: ignore[attr-defined]
         if not isinstance(rate, list | tuple):
             return float(rate)
         return rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
-        """Return the steps that may be routed, between the run's dense start and end, if any."""
+        """Return the steps that may be routed: those between `warm_start` and `dense_tail`."""
         return range(
             round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
         )
 
     def variants(self, stack: Stack, num_steps: int) -> Iterable[tuple[range, float, Crossings]]:
-        """Yield (steps, weight, crossings on the meta device) for every way in which a range of
-        steps may run. A weight is that way's probability, which gives the mean FLOPs of a step."""
+        """Yield (steps, weight, crossings), to count FLOPs: each step of the range `steps` runs
+        `crossings` with probability `weight`. Tensors are on the meta device."""
         routed = self.routed_steps(num_steps)
         edges = {0, num_steps, *((routed.start, routed.stop) if routed else ())}
         for rate in self.rates():
@@ -371,7 +376,7 @@ class Method:
         return _join((c.start, c.end) for _, crossings in outcomes for c in crossings)
 
     def chooses_by_state(self, stack: Stack) -> bool:
-        """Return whether the choice of tokens depends on their states."""
+        """Return whether tokens are chosen inside the network, by their states."""
         outcomes = self._typical_outcomes(stack)
         ranked = any(isinstance(c, Ranked) for _, crossings in outcomes for c in crossings)
         return ranked or not self.drawn
@@ -383,7 +388,7 @@ class Method:
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return ("selector", name) for each selector that the options name."""
+        """Return ("selector", name) for each selector in a method's options."""
         found = [each["name"] for each in _mappings(options) if "name" in each and each != options]
         return [("selector", name) for name in found]
 
@@ -395,8 +400,9 @@ class Bypass(Method):
     Args:
         start, end: blocks start … end-1 run on the kept tokens. Negative values count from the end,
             as in Python slices; auto is the backbone's default.
-        selection_rate: fraction of tokens that bypass these blocks. [linear, 0.75, 0.25], [cosine,
-            0.75, 0.25] and [steps, 0.75, [0.3, 0.5]] change it over training.
+        selection_rate: fraction of tokens that bypass these blocks. [linear, 0.75, 0.25] and
+            [cosine, 0.75, 0.25] go from 0.75 to 0.25 over the routed steps; [steps, 0.75, [0.3,
+            0.5]] changes from 0.75 to 0.5 after 30 % of training.
         selector: how the kept tokens are chosen; auto is the backbone's default.
     """
 
@@ -410,15 +416,15 @@ class Bypass(Method):
         return stack.span(self.start, self.end)
 
     def bypass(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        """Return the crossing by which the fraction `rate` of the tokens bypasses the range of
-        blocks, as a tuple; () at rate 0."""
+        """Return a tuple with one crossing: the fraction `rate` of the tokens bypasses the range of
+        blocks. Return () at rate 0."""
         if rate == 0:
             return ()
         return (stack.select(self.span(stack), self.selector, stack.num_kept(rate), images),)
 
 
 def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges of blocks in order, with ranges that touch or overlap as one."""
+    """Return ranges of blocks, (start, end), in order; those that touch or overlap become one."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -434,7 +440,8 @@ def _make_selector(text: str) -> Any:
 
 
 def make_selector(part: Any) -> Any:
-    """Return the selector `part`, a name or a mapping with `name` and options; it is cached."""
+    """Return the selector that `part` names: a name, or a mapping with `name` and options. Equal
+    calls return the same object."""
     return _make_selector(json.dumps(part, sort_keys=True))
 
 

@@ -40,14 +40,15 @@ def raster(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tens
 
 
 def serpentine(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the order row after row, every second row backwards: int64 [N]."""
+    """Return the order that goes through every second row backwards: int64 [N]."""
     return _serpentine(raster(grid, device=device).view(grid))
 
 
 def hilbert(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
     """Return the generalised Hilbert order, int64 [N]; see the module's docstring.
 
-    It goes along the longer side, or along the even side if only one is even.
+    The curve goes from corner to corner along the longer side, or along the even side if only one
+    is even.
     """
     height, width = grid
     swap = height > width if height % 2 == width % 2 else height % 2 == 0
@@ -79,10 +80,11 @@ def scan_order(name: str, grid: tuple[int, int], index: int = 0, device: Device 
     """Return the order of layer `index`, int64 [N]: index along the curve -> raster position.
 
     Args:
-        name: raster, serpentine, hilbert: the same for every layer; serpentine8: one of eight.
+        name: raster, serpentine and hilbert give all layers the same order; serpentine8 gives them
+            eight orders in turn.
         grid: (h, w).
         index: index of the layer, from 0.
-        device: device of the result; only a Hilbert curve is computed on the CPU and copied.
+        device: device of the result. A Hilbert curve is computed on the CPU and copied there.
 
     Raises:
         ValueError: `name` is unknown.
@@ -100,7 +102,8 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def _serpentine(places: Tensor) -> Tensor:
-    """Return raster positions [h, w] row by row, every second row backwards: int64 [N]."""
+    """Return the raster positions `places` [h, w] as one line, int64 [N]: row after row, every
+    second row backwards."""
     turned = places.clone()
     turned[1::2] = places[1::2].flip(1)
     return turned.flatten()
@@ -108,7 +111,7 @@ def _serpentine(places: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _hilbert(width: int, height: int) -> Path:
-    """Return path(w, h) of the module's docstring, as (column, row) pairs; w is even or h odd."""
+    """Return path(w, h) of the module's docstring, as (column, row) pairs, for w even or h odd."""
     if height == 1:
         return tuple((x, 0) for x in range(width))
     if width == height == 2:

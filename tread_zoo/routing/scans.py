@@ -35,8 +35,9 @@ class Scan:
     """The order in which a mixer walks over the tokens present.
 
     Args:
-        take: int64 [B * L], rows of the flattened tokens in the order of the walk; None: raster.
-        undo: the inverse of `take`.
+        take: int64 [B * L], in the order of the walk: rows of the tokens flattened to [B * L, D].
+            None: the walk is in raster order.
+        undo: the inverse permutation of `take`.
         places: int64 [B, K], the tokens' ascending indices along the full curve; None if no token
             is missing.
         num_extra: E, the number of extra tokens, which come first.
@@ -54,11 +55,12 @@ class Scan:
         return x if self.take is None else _Permute.apply(x, self.take, self.undo)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Return tokens [B, L, D], given in the order of the walk, in raster order."""
+        """Put tokens x [B, L, D], which are in the order of the walk, back into raster order."""
         return x if self.take is None else _Permute.apply(x, self.undo, self.take)
 
     def flip(self, x: Tensor) -> Tensor:
-        """Return values [B, L, ..] reordered from the forward to the backward walk, or back."""
+        """Change the order of x [B, L, ..] from that of the forward walk to that of the backward
+        walk, or back."""
         n = self.num_context
         return torch.cat([x[:, :n], x[:, n:].flip(1)], dim=1) if n else x.flip(1)
 
@@ -87,7 +89,7 @@ class Scan:
 
 
 def make_scan(layout: Any, name: str, index: int) -> Scan:
-    """Return the walk of layer `index` over the tokens of a `Layout`, which caches it.
+    """Return the walk of layer `index` over the tokens of a `Layout`. It is cached in the layout.
 
     Args:
         layout: a `tread_zoo.contract.crossing.Layout`.
@@ -113,7 +115,8 @@ def _make_scan(layout: Any, name: str, index: int) -> Scan:
 
 
 class _Permute(torch.autograd.Function):
-    """Reorder tokens [B, L, D]; the gradient is gathered back, which is faster than scatter-add."""
+    """Reorder tokens [B, L, D] by `take`. The backward pass gathers the gradient by `undo`, the
+    inverse, which is faster than scatter-add."""
 
     @staticmethod
     def forward(x: Tensor, take: Tensor, undo: Tensor) -> Tensor:

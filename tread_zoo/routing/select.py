@@ -147,10 +147,10 @@ def check_trained(
     crossings: Sequence[Crossing], span: tuple[int, int], kinds: tuple[type[Crossing], ...]
 ) -> Sequence[Any]:
     """Return `crossings` unchanged if they suit a network whose routing weights were trained for
-    the range of blocks `span`.
+    the range of blocks `span`, (start, end), and for crossings of the classes `kinds`.
 
     Raises:
-        ValueError: a crossing other than a `Skip` has another range, or a class not in `kinds`.
+        ValueError: a crossing other than a `Skip` has another range, or another class.
     """
     for each in crossings:
         fits = isinstance(each, kinds) and (each.start, each.end) == span
@@ -171,7 +171,8 @@ def draw_gumbel(num_tokens: int, generator: ImageGenerator) -> Tensor:
 def bypassed_tokens(
     routes: Sequence[Crossing], batch: int, num_tokens: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return bool [batch, num_tokens] on `device`: True if a `Select` in `routes` drops it."""
+    """Return bool [batch, num_tokens] on `device`: True for tokens that a `Select` in `routes`
+    drops. Other crossings are not counted."""
     away = torch.zeros(batch, num_tokens, dtype=torch.bool, device=device)
     for route in routes:
         if isinstance(route, Select):
@@ -180,8 +181,8 @@ def bypassed_tokens(
 
 
 def check_ids(ids: Tensor, tokens: Tokens) -> None:
-    """Raise `ValueError` unless ids [B, K] fit the batch and the grid of `tokens`, and no other
-    route has removed any of these."""
+    """Raise `ValueError` unless ids [B, K] fit the batch and the grid of `tokens`, and `tokens` are
+    all tokens of the grid."""
     layout, batch = tokens.layout, len(tokens.streams[0])
     if layout.ids is not None:
         raise ValueError("a route starts where tokens are missing: two choices cannot be nested.")
@@ -193,5 +194,6 @@ def check_ids(ids: Tensor, tokens: Tokens) -> None:
 
 
 def _readable(ids: Tensor) -> bool:
-    """Return whether the values can be read at once: on a CPU, and not while code is compiled."""
+    """Return whether the values of `ids` can be read without waiting for a device: on a CPU, and
+    not while code is compiled."""
     return ids.device.type == "cpu" and not torch.compiler.is_compiling()

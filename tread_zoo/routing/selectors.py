@@ -1,10 +1,10 @@
 """Selectors: which tokens a route keeps.
 
 A selector is called with (batch, grid, num_kept, generator) and returns ids, int64 [B, K] on the
-generator's device; each row has strictly ascending raster positions. Tokens are chosen per image,
-with random numbers from `generator.rand(n)`, [B, n]; each is kept with probability K / N. Scans,
-shifts and convolutions, unlike attention, suffer from missing neighbours, so `rows`, `blocks` and
-`segments` keep neighbours together.
+generator's device: the raster positions of each image's kept tokens, strictly ascending. Tokens are
+chosen per image, with random numbers from `generator.rand(n)`, [B, n]; each token is kept with
+probability K / N. Scans, shifts and convolutions, unlike attention, suffer from missing neighbours,
+so `rows`, `blocks` and `segments` keep neighbours together.
 
 A selector with a method `score(tokens)`, [B, N, D] -> [B, N], instead chooses inside the network,
 by the tokens' states before the route: see `tread_zoo.routing.select.Ranked`.
@@ -28,8 +28,9 @@ Grid = tuple[int, int]
 
 
 class Selector(Protocol):
-    """Chooses the tokens that a route keeps, and returns their positions [B, K]. An optional method
-    `check(grid)` raises ValueError if the selector's options do not suit the grid."""
+    """Chooses the `num_kept` (K) tokens that a route keeps, and returns their raster positions
+    [B, K]; see the module's docstring. An optional method `check(grid)` raises ValueError if the
+    selector's options do not suit the grid."""
 
     def __call__(
         self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator
@@ -39,7 +40,7 @@ class Selector(Protocol):
 @register("selector", "random")
 @dataclass(frozen=True)
 class Random:
-    """Keep K random tokens, all sets equally likely: TREAD's choice, for attention."""
+    """Keep random tokens, each set of K as likely as any other: TREAD's choice, for attention."""
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         scores = generator.rand(grid[0] * grid[1])
@@ -104,9 +105,9 @@ class Structured:
     """Keep the same fraction of every 2x2 square of the grid, so that holes are small.
 
     A square with s tokens (fewer than 4 at an odd edge) keeps the floor or the ceiling of K s / N.
-    Systematic sampling over a random order, in integers, decides which squares get the ceiling, so
-    that the total is K. A square gets it with a probability equal to the fractional part of
-    K s / N. The choice within a square is uniform.
+    A square gets the ceiling with a probability equal to the fractional part of K s / N: systematic
+    sampling over the squares in random order, in integers, so that the total is K. The tokens
+    within a square are chosen uniformly.
     """
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
@@ -132,7 +133,8 @@ class Structured:
 @register("selector", "norm")
 @dataclass(frozen=True)
 class Norm:
-    """Sample tokens with probabilities proportional to their states' norms before the route."""
+    """Keep random tokens, with probabilities proportional to the norms of their states before the
+    route."""
 
     def score(self, tokens: Tensor) -> Tensor:
         return tokens.float().norm(dim=-1)

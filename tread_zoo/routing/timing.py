@@ -1,7 +1,7 @@
 """Which steps of a run route, and at which rate.
 
 Steps count from 0. Of S steps, the first round(warm_start S) and the last round(dense_tail S) are
-dense. On the others, first … last-1, a rate is a number, or one of
+not routed. In the others, first … last-1, a rate is a number, or one of
 
     [linear, r0, r1]                r = r0 + (r1 - r0) p                    p = (step - first) /
     [cosine, r0, r1]                r = r0 + (r1 - r0) (1 - cos(pi p)) / 2      (last - 1 - first)
@@ -59,11 +59,13 @@ def rate_at(rate: Any, step: int, routed: range, num_steps: int) -> float:
 
 
 def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> None:
-    """Raise `ValueError` if `rate` is a list that is no rate, or that changes outside the routed
-    part of training.
+    """Raise `ValueError` if `rate` is a list of a wrong form, or a list with changes outside the
+    routed part of training.
 
-    `field` is the option's name, for errors; `warm_start` and `dense_tail` are the fractions of
-    training at its start and end that are not routed.
+    Args:
+        field: name of the option, for the error.
+        rate: a number or a list; see the module's docstring.
+        warm_start, dense_tail: fractions of training, at its start and end, that are not routed.
     """
     if not isinstance(rate, list | tuple):
         return
@@ -83,8 +85,8 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
 
 
 def _changes(rate: Sequence[Any]) -> list[float] | None:
-    """Return the fractions of training at which a rate [steps, …] changes; [] if the rate is linear
-    or cosine, None if the list is not a rate."""
+    """Return the fractions of training at which a rate [steps, …] changes; [] for [linear, …] and
+    [cosine, …]; None for a list of a wrong form."""
     name, *values = rate
     if name in ("linear", "cosine"):
         rates, fractions, fits = values, [], len(values) == 2

@@ -1,5 +1,5 @@
-"""An objective's loss per token. The objective gets each patch as an image of its own, so its loss
-must not relate pixels of different patches.
+"""The loss of an objective for each token. The objective gets each patch as an image of its own, so
+its loss must not relate pixels of different patches.
 
 B batch, N tokens, C channels, p patch size.
 """
@@ -49,7 +49,8 @@ def loss_by_token(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each image [B], a mean over its tokens, and further values by name.
 
-    Each token has its own noise level, `draw.token_levels` [B, N]; otherwise as `token_losses`."""
+    Each token has its own noise level, `draw.token_levels` [B, N]. For the arguments see
+    `token_losses`."""
     losses, values, _ = token_losses(objective, predict, x, draw, draw.token_levels, patch_size)
     return losses.mean(dim=1), values
 
@@ -72,9 +73,9 @@ def split_loss(
 
         L = mean over S of l_i + weight mean over M of |D_i - x_t,i|^2
 
-    The second term reconstructs the noisy input. MaskDiT's weight is 0.1. Its released code also
-    standardises each patch of x_t; its formula does not. The term grows with the squared noise, so
-    it dominates with objective=ddpm, whose sigma reaches 157.
+    The second term, a mean over the values of a patch, reconstructs the noisy input. MaskDiT's
+    weight is 0.1. Its released code also standardises each patch of x_t; its formula does not. The
+    term grows with the squared noise, so it dominates with objective=ddpm, whose sigma reaches 157.
 
     Args:
         objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
@@ -99,6 +100,7 @@ def split_loss(
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the means [B] of the chosen values of [B, N]; 0 if there are none."""
+    """Return the mean of each row of `values` [B, N] where `chosen` [B, N] is True: [B]; 0 for rows
+    without any."""
     total = torch.where(chosen, values, 0.0).sum(dim=1)
     return total / chosen.sum(dim=1).clamp_min(1)

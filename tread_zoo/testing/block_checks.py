@@ -19,8 +19,8 @@ NUM_TARGETS = 6
 
 @torch.no_grad()
 def check_skips_carry_their_tokens(probe: Probe) -> None:
-    """A long skip gives each token of the later block that token's state after the earlier block.
-    If the token bypassed the earlier block, it is the state from the start of the route."""
+    """A long skip gives each token of the later block that token's state after the earlier block,
+    or, if the token bypassed the earlier block, its state at the start of that route."""
     backbone = probe.build()
     depth, inputs = backbone.num_blocks, probe.inputs()
     if not backbone.skips:
@@ -55,8 +55,8 @@ def check_skips_carry_their_tokens(probe: Probe) -> None:
 def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
     """`depends_on` lists exactly what changes the blocks' outputs: order, ids, or a taller grid.
 
-    This detects positions that count the routed sequence, scans that ignore gaps, and decays
-    divided by the number of kept tokens.
+    This detects positions that are counted among the kept tokens, scans that ignore gaps, and
+    decays that are divided by the number of kept tokens.
     """
     backbone = probe.build()
     measured = what_blocks_depend_on(probe, backbone)
@@ -69,8 +69,9 @@ def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
 @torch.no_grad()
 def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
     """A block that is called again, out of order, with a new layout and condition, has the same
-    output. So no block hides a long skip in the network, the layout's cache or the condition, where
-    the end of a route would not find it. Blocks and `forward` do not write into their inputs."""
+    output. So no block passes tokens to another through the network, the layout's cache or the
+    condition, where a route would miss them. Blocks and `forward` do not write into their inputs.
+    """
     backbone, inputs = probe.build(), probe.inputs()
     route = probe.route(backbone)
     tensors = [v for v in (*inputs, route.ids) if v is not None]
@@ -135,7 +136,8 @@ def check_scan_order_is_the_dense_one(probe: Probe) -> None:
 
 
 def _rows(backbone: Backbone, route: Select | None, batch: int) -> Tensor:
-    """Return which tokens of a full sequence a block inside `route` gets, int64 [B, L]."""
+    """Return which tokens of the full sequence, extra tokens included, a block inside `route` gets:
+    int64 [B, L]. `route` is None outside of all routes; `batch` is B."""
     extra = backbone.num_extra_tokens
     ids = torch.arange(backbone.num_tokens).expand(batch, -1) if route is None else route.ids
     return torch.cat([torch.arange(extra).expand(batch, -1), ids + extra], dim=1)
@@ -146,9 +148,10 @@ def _wide(rows: Tensor, stream: Tensor) -> Tensor:
 
 
 def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:
-    """Return how strongly each of P input tokens, at `places` among the grid's tokens present,
-    affects each of the same P output tokens of a block, [P out, P in]: sums of absolute gradients,
-    relative to the largest over all input tokens."""
+    """Return how strongly P of a block's tokens affect each other, [P out, P in]: the sum of the
+    absolute gradients of an output token with respect to an input token, divided by the largest
+    such sum of any input token. `places` are the P tokens' indices among the grid's tokens present.
+    """
     streams = tuple(s.detach().requires_grad_() for s in call.before)
     after = backbone.run_block(call.block, streams, call.condition, call.layout, call.skip)
     rows = [place + backbone.num_extra_tokens for place in places]

@@ -53,7 +53,7 @@ def check_shapes(probe: Probe) -> None:
 
 def check_pure(probe: Probe) -> None:
     """Forward has no randomness and no state: repeated calls agree to the bit, in train and eval
-    mode and after a routed call, and the global generator is not used."""
+    mode and after a routed call, and torch's global generator is not used."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), [probe.route(backbone)]
     state = torch.get_rng_state()
@@ -66,7 +66,7 @@ def check_pure(probe: Probe) -> None:
 
 
 def check_samples_do_not_mix(probe: Probe) -> None:
-    """An image's output does not depend on other images in its batch."""
+    """An image's output does not depend on other images in its batch, beyond rounding."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     route = probe.route(backbone)
@@ -78,8 +78,8 @@ def check_samples_do_not_mix(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_conditions_matter(probe: Probe) -> None:
-    """Times that differ by 1e-5 give different outputs, and so do any two labels, including the
-    null label; y=None is the null label."""
+    """Times that differ by 1e-5 give different outputs. So do any two labels, including the null
+    label, or a context and the null context. y=None means the null label or context."""
     backbone = probe.build()
     x, t, y = probe.inputs(batch=1)
 
@@ -106,8 +106,8 @@ def check_conditions_matter(probe: Probe) -> None:
 
 
 def check_keeping_all_equals_no_route(probe: Probe) -> None:
-    """A route that keeps every token changes neither gradients nor, to the bit, the output. Blocks
-    compute the same whether `ids` lists all tokens or is None."""
+    """A route that keeps every token leaves the output as it is, to the bit, and gradients up to
+    rounding. Blocks compute the same whether the layout's `ids` list all tokens or are None."""
     backbone = probe.build()
     inputs = probe.inputs()
     dense, grads = output_and_gradients(backbone, inputs, ())
@@ -136,7 +136,8 @@ def check_ids_matter(probe: Probe) -> None:
 
 
 def check_blocks_see_kept_tokens(probe: Probe) -> None:
-    """In each tensor of tokens, routed blocks get E extra and K kept ones, other blocks all."""
+    """Routed blocks get the E extra and K kept tokens in each stream, other blocks get all tokens;
+    each layout says so."""
     backbone = probe.build()
     extra, num_tokens = backbone.num_extra_tokens, backbone.num_tokens
     end = max(3, backbone.num_blocks - 1)
@@ -198,8 +199,8 @@ def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_blocks_can_be_left_out(probe: Probe) -> None:
-    """Blocks left out by `Skip` do not run. The next block gets all tokens, extra ones included, as
-    they were before the range; so do long skips from within the range."""
+    """Blocks left out by `Skip` do not run. The block after them, and a long skip from one of them,
+    get all tokens, extra ones included, as they were before the blocks that are left out."""
     backbone, depth = probe.build(), probe.build().num_blocks
     start, end = 1, max(2, depth // 2)
     with watching(backbone) as seen:
@@ -310,8 +311,8 @@ def check_default_route_cuts_no_skip(probe: Probe) -> None:
 
 
 def check_features(probe: Probe) -> None:
-    """Features are the states after each block, with gradients. Requesting them does not change the
-    output, and activation checkpointing does not change them."""
+    """Features are the tokens after each block, with gradients. Requesting them does not change the
+    output, and activation checkpointing does not change their gradients."""
     backbone = probe.build()
     inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
     plain, wanted = backbone(*inputs, routes=[route]), range(backbone.num_blocks)
@@ -334,8 +335,8 @@ def check_features(probe: Probe) -> None:
 
 
 def check_times_of_tokens(probe: Probe) -> None:
-    """If a backbone takes a time per token (`per_token_time`), equal times give the output of one
-    time. Under a route, kept tokens keep their times; those of bypassed tokens are not used."""
+    """If a backbone takes a time per token (`per_token_time`), N equal times give the output of one
+    time. Under a route, blocks use the times of kept tokens and not those of bypassed tokens."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     if not backbone.per_token_time:
@@ -364,13 +365,13 @@ def check_save_and_load(probe: Probe) -> None:
 
 
 def check_wrong_keyword(probe: Probe) -> None:
-    """A misspelt keyword of forward raises; the registry checks the constructor's keywords."""
+    """A misspelt keyword of forward raises TypeError; the registry checks the constructor's."""
     backbone = probe.build()
     assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), "route= passes"
 
 
 def check_unconditional(probe: Probe) -> None:
-    """num_classes=0 gives a network without labels, whose parameters all get a gradient."""
+    """A network with num_classes=0 refuses labels, and all its parameters get a gradient."""
     free = probe.without_condition()
     check_gradients_flow(free)
     x, t, _ = free.inputs()
@@ -380,8 +381,9 @@ def check_unconditional(probe: Probe) -> None:
 
 
 def check_contexts_condition_or_are_refused(probe: Probe) -> None:
-    """Each embedding of a context changes the output; y=None equals zeros, to the bit; float16 is
-    accepted; wrong shapes and dtypes raise. Without `takes_contexts`, contexts are refused."""
+    """Each embedding of a context changes the output. y=None equals a context of zeros, to the bit.
+    float16 is accepted; other shapes, integers, and labels beside contexts raise ValueError. So do
+    contexts for a backbone without `takes_contexts`."""
     contextual = probe.with_contexts()
     if not probe.build().takes_contexts:
         assert raises(ValueError, contextual.build), "contexts are ignored silently"
@@ -404,8 +406,9 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
 
 
 def check_contexts_stay_with_their_images(probe: Probe) -> None:
-    """An image's output does not depend on another image's context. Embeddings are not routed: each
-    reaches the output with every block routed. A route that keeps all tokens changes nothing."""
+    """An image's output does not depend on another image's context. Context tokens never bypass
+    blocks: each reaches the output with every block routed. A route that keeps all tokens changes
+    nothing."""
     if not probe.build().takes_contexts:
         return
     contextual = probe.with_contexts()

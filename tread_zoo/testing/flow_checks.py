@@ -75,8 +75,9 @@ def check_pixels_reach_each_other(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
-    """If one token is left out, blocks give the others nearly the same output. So a subset's order
-    is the full order without the missing tokens, undone afterwards. A rule of thumb."""
+    """Leaving out one token hardly changes a block's output for the others. If it does, the order
+    of a subset may not be the full order without the missing tokens, or may not be undone
+    afterwards. A rule of thumb, which only warns."""
     backbone, inputs = probe.build(), probe.inputs()
     batch, num_tokens, extra = len(inputs[0]), backbone.num_tokens, backbone.num_extra_tokens
     missing = torch.linspace(num_tokens // 3, 2 * num_tokens // 3, batch).long()
@@ -107,9 +108,9 @@ def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
 
 
 def check_order_alone_is_a_scans(probe: Probe) -> None:
-    """If a block's output depends on the order of tokens but not on ids, it scans: among equal
-    tokens, farther ones matter less. If it takes rotary or sine positions by index instead, their
-    influence oscillates along the sequence. A rule of thumb."""
+    """A block that depends on the order of tokens but not on their ids is a scan: among equal
+    tokens, those farther away have less influence. If influence oscillates along the sequence, the
+    block may take rotary or sine positions by index. A rule of thumb, which only warns."""
     backbone = probe.build()
     num_kept = backbone.num_tokens - 1
     if num_kept < 3 * EDGE or what_blocks_depend_on(probe, backbone) != {"order"}:
@@ -130,8 +131,8 @@ def check_order_alone_is_a_scans(probe: Probe) -> None:
 
 
 def _swing(backbone: Backbone, call: BlockCall, layout: Layout, condition: object) -> float:
-    """Return how much the influence of equal tokens on the first one oscillates along the sequence:
-    its total variation divided by its range, 1 if it only falls."""
+    """Return how much the influence on the first token oscillates along a sequence of equal tokens:
+    the total variation of the influence divided by its range, which is 1 if it only falls."""
     extra, length = layout.num_extra, layout.positions().shape[1]
 
     def alike(stream: Tensor) -> Tensor:

@@ -38,11 +38,11 @@ STEPS = (0, 1, 4, 7, 10)
 
 @dataclass
 class MethodProbe:
-    """A routing method on a backbone.
+    """A routing method to check, and a small backbone to check it on.
 
     Args:
         part: the method's name, or a mapping with its name and options.
-        backbone: a probe of a small backbone with random weights.
+        backbone: a probe of the backbone.
     """
 
     part: str | dict[str, Any]
@@ -54,8 +54,8 @@ class MethodProbe:
         return create("routing", self.part)
 
     def build(self, method: Method | None = None, fresh: bool = False) -> Backbone:
-        """Return the backbone with the method's weights. They are random or, if `fresh`, as the
-        method initialises them."""
+        """Return the backbone with the weights of `method` (None: of this probe's method). They are
+        random or, if `fresh`, as the method initialises them."""
         return self.backbone.build_routed(method or self.method, fresh=fresh)
 
     def draw(
@@ -65,14 +65,15 @@ class MethodProbe:
         images: Sequence[int] = range(BATCH),
         method: Method | None = None,
     ) -> tuple[Crossing, ...]:
-        """Return the crossings, such as ranges of blocks that see fewer tokens, that the method
-        chooses at step `index` for numbered `images`."""
+        """Return the crossings (ranges of blocks that see fewer tokens) that `method` (None: this
+        probe's method) chooses at step `index` for the images with these numbers."""
         generator = make_image_generator("kit", index, images=images)
         step = Step(index, NUM_STEPS, seed=0)
         return (method or self.method).draw(Stack.of(backbone), generator, step)
 
     def each_draw(self, backbone: Backbone) -> list[tuple[Crossing, ...]]:
-        """Return what `draw` gives at some steps, once for each kind and number of tokens."""
+        """Return what `draw` returns at some steps, without steps whose crossings have the classes,
+        ranges and numbers of tokens of another step's."""
         drawn = {}
         for index in STEPS:
             crossings = self.draw(backbone, index)
@@ -81,8 +82,8 @@ class MethodProbe:
 
 
 def check_options_round_trip(probe: MethodProbe) -> None:
-    """A method is rebuilt from its description and by pickle, is frozen, and says what it does in
-    one line."""
+    """A method can be rebuilt from its name and options, and by pickle. Its `describe` returns one
+    line, and its `check` accepts the backbone."""
     method, backbone = probe.method, probe.build()
     described = describe_part("routing", method)
     assert create("routing", described) == method, "its options do not describe it"
@@ -93,8 +94,8 @@ def check_options_round_trip(probe: MethodProbe) -> None:
 
 
 def check_tokens_return_whole(probe: MethodProbe) -> None:
-    """At the end of every `Crossing` all tokens are back: streams (tensors of tokens), long skips
-    and layout have full length. At its start, all extra tokens enter it unchanged."""
+    """At the end of every `Crossing`, all tokens are back: in streams (tensors of tokens), in long
+    skips and in the layout. At the start, all extra tokens enter the crossing unchanged."""
     backbone = probe.build()
     for crossings in probe.each_draw(backbone):
         for crossing in _own(backbone, crossings):
@@ -129,8 +130,8 @@ def check_calls_are_pure(probe: MethodProbe) -> None:
 
 def check_draws_belong_to_images(probe: MethodProbe) -> None:
     """An image's random choices depend only on (seed, step, image). So two halves of a batch, as on
-    two ranks, get the same choices as the whole batch, and equal calls get equal ones. As a rule,
-    images or steps differ in their choices."""
+    two ranks, get the same choices as the whole batch, and equal calls get equal choices. If all
+    images have the same choice at all steps, this only warns."""
     backbone, choices = probe.build(), []
     for index in STEPS:
         whole = probe.draw(backbone, index, range(4))
@@ -151,7 +152,7 @@ def check_draws_belong_to_images(probe: MethodProbe) -> None:
 
 
 def check_an_image_alone_equals_itself(probe: MethodProbe) -> None:
-    """An image's output does not depend on other images in its batch."""
+    """An image's output does not depend on other images in its batch, beyond rounding."""
     backbone, (x, t, y) = probe.build(), probe.backbone.inputs()
     for index in STEPS:
         together = backbone(x, t, y, routes=probe.draw(backbone, index, range(len(x))))
@@ -163,7 +164,8 @@ def check_an_image_alone_equals_itself(probe: MethodProbe) -> None:
 
 
 def check_keeping_all_is_dense(probe: MethodProbe) -> None:
-    """With nothing left out, the network computes what it does without the method, to the bit."""
+    """With all rates at 0, a routed call equals a call without routes, to the bit. Methods with
+    `keep_all_is_dense = False` are exempt."""
     method = probe.method
     names = {f.name for f in fields(method)} & {"selection_rate", "rate", "drop", "path_drop"}
     if not (names and method.keep_all_is_dense):
@@ -177,8 +179,8 @@ def check_keeping_all_is_dense(probe: MethodProbe) -> None:
 
 
 def check_gradients_flow(probe: MethodProbe) -> None:
-    """Every weight, the method's included, and every pixel gets a finite gradient: in each step, or
-    in some of several steps if the method has `idle_weights`."""
+    """Every weight, the method's included, gets a finite nonzero gradient in each step, or in some
+    step if the method has `idle_weights`. Every pixel gets one in some step."""
     backbone, (x, t, y) = probe.build(), probe.backbone.inputs()
     x.requires_grad_()
     moved: Counter[str] = Counter()
@@ -225,16 +227,16 @@ def check_half_precision(probe: MethodProbe) -> None:
 
 
 def check_compiles(probe: MethodProbe) -> None:
-    """A compiled block has the same output and gradients."""
+    """Compiling a block changes neither output nor gradients beyond rounding."""
     backbone = probe.build()
     crossings = probe.each_draw(backbone)[0]
     compilation_agrees(backbone, probe.backbone.inputs(), crossings, blocks=(1,))
 
 
 def check_costs_are_counted(probe: MethodProbe) -> None:
-    """The weights of `variants` sum to 1 at every step. Each variant runs on the meta device and
-    costs FLOPs. If choices are made before the network runs (`drawn`), the kinds of crossings that
-    `draw` returns are among the variants'."""
+    """The probabilities that `variants` gives sum to 1 at every step, and each variant runs on the
+    meta device and costs FLOPs. If choices are made before the network runs (`drawn`), `draw`
+    returns only crossings with the classes, ranges and numbers of tokens of some variant."""
     backbone, method = probe.build(), probe.method
     variants = list(method.variants(Stack.of(backbone), NUM_STEPS))
     for index in range(NUM_STEPS):
@@ -271,7 +273,8 @@ def check_described_weights_load(probe: MethodProbe) -> None:
 
 
 def check_a_block_can_be_left_out(probe: MethodProbe) -> None:
-    """Any block, and any range of the method, can be left out of a call, as evaluation does."""
+    """`Skip` can leave any block, and any range that the method routes, out of a call, as
+    evaluation does."""
     backbone, inputs = probe.build(), probe.backbone.inputs()
     spans = [(i, i + 1) for i in range(backbone.num_blocks)]
     for start, end in [*spans, *probe.method.ranges(Stack.of(backbone))]:
@@ -282,7 +285,8 @@ def check_a_block_can_be_left_out(probe: MethodProbe) -> None:
 
 
 def check_sampling(probe: MethodProbe) -> None:
-    """The method's `sample` and `weak` give finite outputs, or raise ValueError with a reason."""
+    """Calls with the crossings of `sample`, at rates 0.5 and 0, and of `weak` have finite outputs,
+    unless `sample` or `weak` raises ValueError."""
     backbone, inputs, method = probe.build(), probe.backbone.inputs(), probe.method
     stack = Stack.of(backbone)
     calls: list[Callable[[], Sequence[Crossing]]] = [lambda: method.weak(stack)]
@@ -299,8 +303,8 @@ def check_sampling(probe: MethodProbe) -> None:
 
 
 def _tokens(backbone: Backbone) -> Tokens:
-    """Return random tokens for the start of a `Crossing`, with long skips from two earlier blocks;
-    blocks of the crossing consume the first skip."""
+    """Return random tokens for the start of a `Crossing`, with long skips from blocks 0 and 1;
+    blocks of the crossing consume only that from block 0."""
     generator, batch = make_generator("kit tokens"), BATCH
     length = backbone.num_extra_tokens + backbone.num_tokens
 
@@ -338,7 +342,8 @@ def _plain(crossing: Crossing) -> Any:
 
 
 def _shape(crossing: Crossing, skip: int = 0) -> Any:
-    """Return a `Crossing`'s kind: class, range, and its tensors' shapes after `skip` dimensions."""
+    """Return a `Crossing`'s kind: its class and range, and the shapes of its tensors without their
+    first `skip` dimensions."""
     shapes = {name: tuple(v.shape)[skip:] for name, v in crossing.tensors().items()}
     return type(crossing).__name__, crossing.start, crossing.end, shapes
 

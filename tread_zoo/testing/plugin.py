@@ -1,4 +1,4 @@
-"""pytest's options for the conformance kits.
+"""Options of pytest for the checks of backbones and routing methods.
 
 pytest loads this in every run wherever tread_zoo is installed, so it imports no more than pytest:
 neither torch nor the zoo.
@@ -61,7 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return (key, value) of `key=value`; a value that is no Python literal is a string."""
+    """Return (key, value) of `key=value`. The value is read as a Python literal, `true` and `false`
+    included; what is no literal stays a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE, such as depth=4")

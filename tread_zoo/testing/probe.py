@@ -28,10 +28,12 @@ class Probe:
     """A small registered backbone, and random inputs for it.
 
     Args:
-        name: registered name.
+        name: registered name of the backbone.
         input_size: height and width of the inputs; not square, to catch swapped axes.
-        overrides: keywords for `create_backbone`; context_length and context_size mean contexts
-            instead of classes.
+        in_channels: C.
+        num_classes: number of classes of the labels; 0 if there are contexts.
+        overrides: further keywords for `create_backbone`; with context_length and context_size, the
+            backbone takes contexts instead of labels.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Probe:
         return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
 
     def without_condition(self) -> "Probe":
-        """Return a probe of the same backbone without classes and contexts."""
+        """Return a probe of the same backbone without labels and contexts."""
         overrides = {k: v for k, v in self.overrides.items() if k not in CONTEXT_KEYWORDS}
         return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
 
@@ -77,8 +79,8 @@ class Probe:
         return backbone
 
     def build_routed(self, method: Method, seed: int = 0, fresh: bool = False) -> Backbone:
-        """Return the same backbone with a routing method's weights, which are random or, if
-        `fresh`, initial ones."""
+        """Return the backbone of `build` with the weights of a routing method added. These are
+        random or, if `fresh`, as the method initialises them."""
         backbone = self.build(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -91,7 +93,8 @@ class Probe:
         return backbone
 
     def inputs(self, batch: int = BATCH, seed: int = 0) -> Inputs:
-        """Return x [B, C, H, W], t [B], and labels [B] or contexts [B, T, S], or None without."""
+        """Return random x [B, C, H, W], t [B] and y: labels [B], contexts [B, T, S], or None if the
+        backbone is unconditional."""
         generator = make_generator("probe", seed)
         x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
         t = torch.rand(batch, generator=generator)
@@ -119,7 +122,7 @@ class Probe:
 
 
 class BlockCall(NamedTuple):
-    """The arguments and the result of one call of `run_block`."""
+    """The arguments of one call of `run_block`, and its result `after`."""
 
     before: Streams
     layout: Layout
@@ -131,7 +134,7 @@ class BlockCall(NamedTuple):
 
 @contextmanager
 def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
-    """Yield a list to which every call of `run_block` is appended."""
+    """Yield a list to which every call of `run_block` is appended as a `BlockCall`."""
     seen: list[BlockCall] = []
     original = backbone.run_block
 
@@ -150,7 +153,8 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
 
 
 def fresh_condition(backbone: Backbone, inputs: Inputs, layout: Layout) -> Any:
-    """Return the condition that the backbone makes of `inputs` for a block with this layout."""
+    """Return the condition that a block with this layout gets if the backbone is called on
+    `inputs`."""
     condition = backbone.embed(*inputs)[1]
     if layout.ids is not None:
         rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
@@ -174,7 +178,8 @@ def run_again(
 
 
 def shuffled_tokens(num_tokens: int, num_extra: int) -> Tensor:
-    """Return int64 [num_extra + num_tokens]: extra tokens in order, then others at random."""
+    """Return an order of tokens, int64 [num_extra + num_tokens]: extra tokens first, as they were,
+    then the others shuffled."""
     shuffle = torch.randperm(num_tokens, generator=make_generator("probe shuffle"))
     return torch.cat([torch.arange(num_extra), shuffle + num_extra])
 
@@ -204,8 +209,8 @@ def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
 
 
 def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
-    """Return a backbone with the same weights and twice the rows of pixels; None if it cannot be
-    built. Raster position i is the same row and column in both."""
+    """Return a backbone with the same weights for images of twice the height; None if it cannot be
+    built. A raster position is the same row and column in both."""
     height, width = probe.input_size
     try:
         taller = replace(probe, input_size=(2 * height, width)).build()
@@ -226,7 +231,8 @@ def _differ(some: Streams, others: Streams) -> bool:
 def output_and_gradients(
     backbone: Backbone, inputs: Inputs, routes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output, and the gradients of its mean square by parameter; clears `.grad`."""
+    """Return the output, and {parameter name: gradient of the output's mean square}. Gradients in
+    `.grad` are cleared."""
     backbone.zero_grad()
     out = backbone(*inputs, routes=routes)
     out.square().mean().backward()

@@ -55,8 +55,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def make_probe(backbone: str, size: tuple[int, int] | None, overrides: dict[str, object]) -> Probe:
-    """Return a probe of `backbone`, written [PACKAGE:]NAME. Raises CollectError if it cannot be
-    built or has fewer than 3 blocks."""
+    """Return a probe of `backbone`, written [PACKAGE:]NAME, with inputs of height and width `size`
+    (None: the probe's default) and the keywords `overrides`. Raises CollectError if the backbone
+    cannot be built or has fewer than 3 blocks."""
     try:
         probe = Probe(_imported("--backbone", backbone), overrides=overrides)
         if size is not None:
@@ -83,7 +84,8 @@ def make_method(method: str, options: dict[str, object]) -> dict[str, Any]:
 
 
 def _imported(option: str, text: str) -> str:
-    """Return the name in `text`, written [PACKAGE:]NAME, and import the package if there is one."""
+    """Import the package in `text`, written [PACKAGE:]NAME, if there is one, and return the name.
+    `option` is the option of pytest that has the text, for errors."""
     package, _, name = text.rpartition(":")
     try:
         if package:

@@ -9,7 +9,7 @@ architecture. Tokens are replaced in all streams, and in all long skips that are
 range. The loss is `tread_zoo.routing.token_loss.split_loss`. MicroDiT (arXiv 2407.15811) drops
 tokens and has a loss on the kept tokens only.
 
-B batch, E extra tokens, N tokens of the grid, D width of a stream.
+B batch, E extra tokens, N tokens of the grid, D width of a stream, a tensor of tokens.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class MaskDiT(MicroDiT):
 
 class MaskTokens(nn.Module):
     """Learned tokens, one per stream and grid position, that replace the tokens that bypassed a
-    range of blocks. They start as the sine-cosine encoding of their positions.
+    range of blocks. Their initial values are the sine-cosine encoding of their positions.
 
     Args:
         span: start and end of the range.
@@ -102,8 +102,8 @@ class MaskTokens(nn.Module):
         )
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return `crossings` with each `Select` changed to a `Mask`, after which these tokens
-        replace the bypassed ones."""
+        """Return `crossings` with a `Mask` in place of each `Select`, so that the learned tokens
+        replace the bypassed ones after the range."""
         return [
             Mask(*self.span, each.ids, self) if isinstance(each, Select) else each
             for each in check_trained(crossings, self.span, (Select,))
@@ -120,7 +120,8 @@ class MaskTokens(nn.Module):
 
 @dataclass(frozen=True)
 class Mask(Crossing):
-    """A `Select` after which learned tokens replace bypassed ones, in streams and long skips."""
+    """Blocks run on the tokens `ids` [B, K]. After them, the learned tokens of `mask` replace all
+    other tokens, in streams and in long skips."""
 
     ids: Tensor
     mask: MaskTokens

@@ -35,7 +35,7 @@ class MixtureOfDepths(Method):
     Args:
         start, end: routed blocks are among start … end-1; negative values count from the end.
         selection_rate: fraction of tokens that bypass a routed block.
-        every: route every n-th block.
+        every: route one block in this many, from start on.
     """
 
     start: Auto | int = 1
@@ -76,8 +76,8 @@ class Routers(nn.Module):
         self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return `crossings`, each `Weigh` with the router of its block. If there is no `Weigh`,
-        those of `default` are added."""
+        """Return `crossings` with the block's router in each `Weigh`. If there is no `Weigh`, those
+        of `default` are added."""
         given = [each for each in crossings if isinstance(each, Weigh)]
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):
@@ -90,7 +90,8 @@ class Routers(nn.Module):
 
 @dataclass(frozen=True)
 class Weigh(Crossing):
-    """Only the K tokens with the largest scores run; the score's sigmoid scales a token's update.
+    """Only the K tokens with the largest scores run; the sigmoid of a token's score scales the
+    token's update.
 
     Args:
         num_kept: K.

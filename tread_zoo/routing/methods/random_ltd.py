@@ -15,7 +15,7 @@ class RandomLTD(Bypass):
     """Each block of a range drops its own tokens, fewer as training goes on (random-LTD).
 
     arXiv 2211.11586. As in the paper, all blocks but the first and the last drop tokens, chosen
-    anew for every block; the rate falls to 0.
+    anew for every block, and the rate falls to 0 over training. A dropped token bypasses the block.
     """
 
     start: Auto | int = 1

@@ -13,7 +13,7 @@ last case, sparse = dense + update, and the map acts on the update:
 
 A path drop skips the range for all tokens: the fusion sees m everywhere.
 
-B batch, E extra tokens, N tokens of the grid, D width of a stream.
+B batch, E extra tokens, N tokens of the grid, D width of a stream, a tensor of tokens.
 """
 
 from collections.abc import Sequence
@@ -100,8 +100,8 @@ class Fusions(nn.Module):
                 self.register_buffer(f"token_{index}", 0.02 * torch.randn(width))
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the range's `Fuse` and `crossings`, which nest inside it; so a call of the network
-        without routes also fuses."""
+        """Return `crossings` inside a `Fuse` of the whole range, so that the maps also act in calls
+        without routes."""
         inner = [
             replace(each, absent=self.absent) if (each.start, each.end) == self.span else each
             for each in check_trained(crossings, self.span, (Select, Ranked))
@@ -109,7 +109,8 @@ class Fusions(nn.Module):
         return [Fuse(*self.span, self), *inner]
 
     def absent(self, streams: Streams) -> Streams:
-        """Return what the maps get for tokens that did not run, in the shape of the streams."""
+        """Return what the maps get for tokens that did not run, in the shape of `streams`, all
+        tokens before the range."""
         if self.kind == "zero":
             return tuple(map(torch.zeros_like, streams))
         if self.kind == "token":
@@ -137,7 +138,8 @@ class Fusions(nn.Module):
 
 @dataclass(frozen=True)
 class Fuse(Crossing):
-    """Replaces the streams after a range of blocks by a learned map of those before and after."""
+    """After a range of blocks, each stream becomes a learned map of the stream before the range and
+    the stream after it."""
 
     fusion: Fusions
 

@@ -36,9 +36,9 @@ class TokenMerging(Method):
     attention; here whole blocks run on merged tokens.
 
     Args:
-        start, end: tokens run merged through blocks start … end-1. Negative values count from the
-            end, as in Python slices; auto is the backbone's default.
-        rate: fraction of tokens that merge into another, at most 0.75: one token of each 2x2
+        start, end: blocks start … end-1 run on merged tokens. Negative values count from the end,
+            as in Python slices; auto is the backbone's default.
+        rate: fraction of tokens that merge into another token, at most 0.75: one token of each 2x2
             square is a target, which others join.
     """
 
@@ -100,7 +100,7 @@ class Merge(Crossing):
 
     def _groups(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's group, int64 [B, N] in 0 … K-1, and each group's raster position,
-        int64 [B, K], from the states [B, N, D]."""
+        int64 [B, K]. Tokens with similar states [B, N, D] get the same group."""
         num_tokens, width = state.shape[1:]
         unit = F.normalize(state.float(), dim=-1)
         goals = unit.gather(1, self.targets[..., None].expand(-1, -1, width))

@@ -16,7 +16,8 @@ from tread_zoo.seeding import ImageGenerator
 
 @checked(frozen=True, kw_only=True, config=OPTIONS)
 class Route:
-    """One of several routes: a range of blocks, its rate and its selector. None: as in `Tread`."""
+    """Options of one of several routes: a range of blocks, its rate and its selector. None: the
+    value that the `Tread` itself has."""
 
     start: Auto | int = "auto"
     end: Auto | int = "auto"
@@ -51,7 +52,8 @@ class Tread(Bypass):
         return [part.selection_rate for part in self._parts()]
 
     def _parts(self) -> "list[Tread]":
-        """Return a `Tread` for each of the routes, with that route alone."""
+        """Return a `Tread` for each of `routes`, with that route as its only one; without `routes`,
+        return this one."""
         parts = []
         for route in self.routes:
             given = {key: value for key, value in route.items() if value is not None}

@@ -2,7 +2,7 @@
 
 handle.py     `enable_routing`, and the handle that it returns
 calls.py      one forward pass: blocks called on some of the tokens
-arguments.py  which arguments of a block are per token, and how they are gathered
+arguments.py  which arguments of a block are per token, and their values for some of the tokens
 check.py      test that a block may be routed
 families.py   facts about known classes of networks that their code does not show
 """

@@ -1,6 +1,7 @@
 """Which arguments of a block are per token, and their values for the tokens present.
 
-An argument is per token if a dimension of it has N or N + T entries. A shared sequence is
+An argument is per token if a dimension of it has N or N + T entries. If image tokens and other
+tokens share one sequence, it is
 
     [before, image, after]      N tokens of the image from position `first` on, T others
 
@@ -21,7 +22,8 @@ First = int | Tensor  # int64 [B] where images start at different positions
 
 
 class PerImage:
-    """A table [B, K, ...] in place of a table [K, ...] that blocks broadcast over the batch."""
+    """A position table for each image, [B, K, ...], in place of one table [K, ...] for all. A block
+    that adds a batch dimension to the table, as `table[None]`, gets the tables of the images."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.dtype, self.device = values, values.dtype, values.device
@@ -51,8 +53,11 @@ class PerImage:
 
 
 def sequence(ids: Tensor, num_tokens: int, others: int, first: First) -> Tensor:
-    """Return the positions in the full sequence of the image tokens `ids` [B, K] and of all other
-    tokens, in order: [B, K + others]. Of its `num_tokens` image tokens, the first is at `first`."""
+    """Return which tokens of a full sequence to take, [B, K + others]: the positions of the image
+    tokens `ids` [B, K], in that order, with all other tokens before and after them.
+
+    The full sequence has `others` other tokens, and `num_tokens` image tokens from `first` on.
+    """
     if others == 0:
         return ids
     kept = ids.shape[1]
@@ -73,8 +78,8 @@ def image_of(tokens: Tensor, count: int, first: First) -> Tensor:
 
 
 def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tensor:
-    """Return the sequence `tokens` [B, L, D] with its `count` image tokens, which begin at position
-    `first`, replaced by `image` [B, M, D]."""
+    """Return the sequence `tokens` [B, L, D] with `image` [B, M, D] in place of its `count` image
+    tokens, which begin at position `first`; M may differ from `count`."""
     if tokens.shape[1] == count:
         return image
     image = image.to(tokens.dtype)
@@ -89,7 +94,8 @@ def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tenso
 
 
 def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """Return the entries of `values`, whose batch size is B or 1, at `rows` [B, K] along `dim`."""
+    """Return each image's entries of `values` at its `rows` [B, K] along the dimension `dim` > 0.
+    The batch size of `values` is B or 1."""
     values = values.expand(len(rows), *values.shape[1:])
     shape = (len(rows), *[1] * (dim - 1), rows.shape[1], *[1] * (values.ndim - dim - 1))
     return torch.take_along_dim(values, rows.view(shape), dim)
@@ -101,11 +107,12 @@ class Adapter:
 
     Args:
         num_tokens: N.
-        sizes: size of a dimension over tokens -> (number of other tokens, where the image starts).
+        sizes: {size: (number of other tokens, position of the first image token)} for the sizes
+            that a dimension over tokens may have.
         batch: B.
         form: how the block gets tables without a batch dimension: `broadcast` as `PerImage`,
             `plain` as a tensor [B, K, ...], `shared` as a tensor [K, ...] of the first image's ids.
-        made: outputs of earlier blocks of the route, which have only the tokens present.
+        made: outputs of earlier blocks of the route. They have only the tokens present already.
     """
 
     num_tokens: int
@@ -115,8 +122,9 @@ class Adapter:
     made: Any
 
     def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
-        """Return the arguments `named`, those per token with only the entries at `ids` [B, K], in
-        the order of the ids. The argument `key` is not changed."""
+        """Return a block's arguments `named`; those that are per token have only the image tokens
+        `ids` [B, K], in that order, and all other tokens. The argument `key`, which has the block's
+        tokens, and arguments for non-image tokens (`OTHER`) stay as they are."""
         return {
             name: value if name == key or name.startswith(OTHER) else self._any(name, value, ids)
             for name, value in named.items()

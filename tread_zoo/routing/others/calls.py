@@ -22,7 +22,8 @@ from tread_zoo.routing.others.check import Verdict, cycle, examine, most_similar
 
 
 class Call:
-    """Stands in for a block in a list; `index` is None if the list is only watched to find N."""
+    """Stands in for a block in a list, and passes its calls to `RoutedPass.run`. `index` counts the
+    blocks of all lists; it is None in a list that is not routed but shows N."""
 
     def __init__(self, routed: "RoutedPass", index: int | None, block: nn.Module) -> None:
         self.routed, self.index, self.block = routed, index, block
@@ -78,12 +79,12 @@ class Passage:
 
 
 class RoutedPass:
-    """The state of one forward pass. After the pass is closed it keeps no autograd graph.
+    """The state of one forward pass of a routed network. After `close`, it keeps no autograd graph.
 
     Args:
-        routes: the handle, a `Routes`.
-        arguments: the network's arguments, by name.
-        draws: (step, number of the pass within the step).
+        routes: the network's handle, a `Routes`.
+        arguments: the arguments of the network's forward, by name.
+        draws: (`Step`, number of the pass within the step), on which random choices depend.
     """
 
     def __init__(self, routes: Any, arguments: Mapping[str, Any], draws: Any) -> None:
@@ -106,7 +107,8 @@ class RoutedPass:
             passage.exit = None
 
     def check_calls(self, before: int | None = None) -> None:
-        """Raise `RuntimeError` if a routed block (with an index below `before`) was not called."""
+        """Raise `RuntimeError` if a routed block was not called. Only blocks with an index below
+        `before` are checked; None: all."""
         end = self.routes.num_blocks if before is None else before
         ranges = [range(c.start, min(c.end, end)) for c in self.crossings or ()]
         if self.crossings is None or any(not self.called.issuperset(each) for each in ranges):
@@ -117,8 +119,9 @@ class RoutedPass:
             )
 
     def run(self, index: int | None, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a block's output. A `Crossing` that starts at the block is entered before it runs,
-        and one that ends there is left afterwards."""
+        """Return the output of a block that is called with `args` and `kwargs`. A `Crossing` that
+        starts at the block is entered before the block runs, and one that ends there is left
+        afterwards. For `index` see `Call`."""
         named = self.routes.named(block, args, kwargs)
         key = self.routes.tokens or next(iter(named))
         if self.crossings is None:
@@ -151,7 +154,9 @@ class RoutedPass:
         return self.routes.draw(self.draws, x, self.num_tokens, self.arguments)
 
     def _check_call(self, index: int, x: Tensor, crossing: Crossing) -> None:
-        """Raise `RuntimeError` if a route would silently give wrong results."""
+        """Raise `RuntimeError` where routing a block would silently give wrong results: an earlier
+        routed block was not called, the block runs without gradients, or the network has changed
+        the length of the sequence x since the block before."""
         self.check_calls(before=index)
         self.called.add(index)
         if not torch.is_grad_enabled():
@@ -178,11 +183,11 @@ class RoutedPass:
         return 0 if family.image_first else others
 
     def _image(self, x: Tensor, count: int) -> Tensor:
-        """Return the `count` image tokens of a sequence."""
+        """Return the `count` image tokens of a sequence x [B, L, D]."""
         return image_of(x, count, self._first(x.shape[1] - count))
 
     def _with_image(self, x: Tensor, image: Tensor, count: int) -> Tensor:
-        """Return a sequence whose `count` image tokens are replaced by `image`."""
+        """Return a sequence x [B, L, D] with `image` in place of its `count` image tokens."""
         return with_image(x, image, count, self._first(x.shape[1] - count))
 
     def _count(self, layout: Layout) -> int:
@@ -191,7 +196,8 @@ class RoutedPass:
     def _enter(
         self, index: int, block: nn.Module, named: dict[str, Any], key: str, crossing: Crossing
     ) -> Visit:
-        """Return the `Visit` of a block in `crossing`, which is entered first if it starts here."""
+        """Return the `Visit` of a block in `crossing`. If the crossing starts at this block, it is
+        entered first. For `named` and `key` see `Visit`."""
         x: Tensor = named[key]
         layout = Layout((1, self.num_tokens), 0, None, len(x), x.device)
         if index > crossing.start:
@@ -212,8 +218,8 @@ class RoutedPass:
         return Visit(index, block, named, key, crossing, x, tokens, exit)
 
     def _exit(self, crossing: Crossing) -> Exit:
-        """Return the function to apply after the last block of a `Crossing`. After the pass, when
-        it is no longer kept, the crossing is entered again without gradients to get it."""
+        """Return the function to apply after the last block of a `Crossing`. After the pass, this
+        function is no longer kept; the crossing is then entered again, without gradients."""
         passage = self.passages[crossing.start]
         if passage.exit is not None:
             return passage.exit
@@ -221,8 +227,9 @@ class RoutedPass:
             return crossing.enter(passage.start)[1]
 
     def _whole(self, named: dict[str, Any], inside: Crossing | None) -> dict[str, Any]:
-        """Return the arguments `named` with all tokens in long skips: outputs of blocks in
-        crossings other than `inside`, which have ended, get back the tokens that they lack."""
+        """Return the arguments `named` of a block, with all tokens in long skips. An output that a
+        block made within an earlier crossing lacks the tokens that were dropped there; they are put
+        back. `inside` is the crossing that this block is in, or None."""
         for name, value in named.items() if len(self.made) else ():
             crossing = self.made.get(value) if isinstance(value, Tensor) else None
             if crossing is not None and crossing is not inside:
@@ -234,8 +241,8 @@ class RoutedPass:
         return named
 
     def _arguments(self, visit: Visit, form: str, turn: Tensor | None = None) -> dict[str, Any]:
-        """Return a block's arguments for the tokens present, optionally reordered by `turn` [B, K];
-        for `form` see `Adapter`."""
+        """Return a block's arguments for the tokens present. If `turn` [B, K] is given, it reorders
+        the image tokens. For `form` see `Adapter`."""
         new, ids = visit.sequence, visit.ids
         if ids is None:
             return {**visit.named, visit.key: new}
@@ -247,7 +254,8 @@ class RoutedPass:
         return {**adapter(visit.named, visit.key, ids), visit.key: new}
 
     def _sizes(self, visit: Visit) -> dict[int, tuple[int, First]]:
-        """Return {size of a token dimension: (number of other tokens, where the image starts)}."""
+        """Return the `sizes` of an `Adapter`: {size of a dimension over tokens: (number of other
+        tokens, position of the first image token)}."""
         others = visit.sequence.shape[1] - self._count(visit.tokens.layout)
         text = visit.named.get("encoder_hidden_states")
         beside = text.shape[1] if isinstance(text, Tensor) and text.ndim == 3 else 0
@@ -258,8 +266,9 @@ class RoutedPass:
         }
 
     def _verdict(self, visit: Visit, ids: Tensor) -> Verdict:
-        """Return the `Verdict` on the block's class. A class is tested until one of its blocks
-        changes its tokens, so that the test can tell."""
+        """Return the `Verdict` on the visited block's class, after a test if there is none. As long
+        as the block does not change its tokens, the test shows nothing and is repeated at each
+        visit. `ids` [B, K] are the image tokens present."""
         name = self.routes.kind(visit.index, visit.block)
         known: Verdict | None = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):
@@ -282,7 +291,8 @@ class RoutedPass:
     # After a block --------------------------------------------------------------------------------
 
     def _leave(self, visit: Visit, out: Any, verdict: Verdict | None) -> Any:
-        """Return the output `out` of a visited block, with all tokens if a crossing ends here."""
+        """Return the output `out` of a visited block, with all tokens if its crossing ends here.
+        `verdict` is None if the block ran on all tokens, or not at all."""
         at = None
         if not isinstance(out, Tensor):
             at = verdict.output if verdict else self._outputs(visit).index(visit.key)
@@ -300,13 +310,14 @@ class RoutedPass:
         return y if at is None else (*out[:at], y, *out[at + 1 :])
 
     def _unchanged(self, visit: Visit) -> Any:
-        """Return the output of a block that does not run: its input."""
+        """Return what a block that does not run would return if it changed nothing: its inputs, in
+        the form of its output."""
         values = {**visit.named, visit.key: visit.sequence}
         outs = [None if name is None else values[name] for name in self._outputs(visit)]
         return outs[0] if self.routes.single[type(visit.block)] else tuple(outs)
 
     def _outputs(self, visit: Visit) -> list[str | None]:
-        """Return, for each output of the block, the name of the argument that it updates."""
+        """Return for each output of the block the name of the argument that it updates, or None."""
         kind = type(visit.block)
         if kind not in self.routes.outputs:
             with torch.no_grad():

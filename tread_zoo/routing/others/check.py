@@ -38,8 +38,8 @@ class Verdict:
 
 
 def cycle(num_tokens: int, batch: int, device: torch.device, shared: bool) -> Tensor:
-    """Return reorderings of K = `num_tokens` tokens that leave none in place, int64 [B, K]; with
-    `shared`, the same one for all images."""
+    """Return random reorderings of K = `num_tokens` tokens that leave no token in its place, int64
+    [B, K]; if `shared`, the same for all images."""
     numbers = make_image_generator("order", images=range(batch), device=device)
     order = numbers.rand(num_tokens).argsort(dim=1)
     order = order[:1].expand(batch, -1) if shared else order
@@ -60,9 +60,9 @@ def examine(
         block: a block of the class.
         call: function of (form, whether to reorder the tokens) that returns the block's arguments.
         key: name of the argument that has the tokens.
-        reorder: int64 [B, L], the sequence in the new order.
-        forms: ways to pass tables without a batch dimension, see `Adapter`; the first with which
-            the block passes the test is taken.
+        reorder: int64 [B, L], for each place of the new order the token that goes there.
+        forms: ways to pass tables without a batch dimension, see `Adapter`. The verdict has the
+            first form with which the block passes the test.
 
     Raises:
         ValueError: the block's output depends on the order of tokens.
@@ -133,7 +133,8 @@ def _limit(tokens: Tensor) -> float:
 
 @torch.no_grad()
 def most_similar(output: Any, named: Mapping[str, Any]) -> list[str | None]:
-    """Return, per output of a block, the name of the nearest argument of equal shape, or None."""
+    """Return, for each output of a block, the name of the argument in `named` that is nearest to it
+    among those of equal shape, or None."""
     names: list[str | None] = []
     for out in (output,) if isinstance(output, Tensor) else output:
         near = {

@@ -23,15 +23,16 @@ class Family:
 
     Args:
         lists: names of its lists of blocks in order of use; missing ones are ignored.
-        watch: lists of blocks that run before these, on image tokens only, so that N is known.
+        watch: names of lists whose blocks run before those of `lists`, on image tokens only; their
+            first call shows N.
         image_first: whether the image comes before the other tokens where both are one sequence.
-        offsets: function of the network's arguments that returns where each image begins in such a
-            sequence, [B].
-        extra: function of the network's arguments and the tokens [B, N + T, D] of the first block
-            that returns T.
+        offsets: function that returns, from the network's arguments, the position [B] at which each
+            image begins in such a sequence.
+        extra: function that returns T from the network's arguments and the tokens [B, N + T, D] of
+            the first block.
         crosses: whether a route may run from one list into the next.
-        shared: whether arguments per token without a batch dimension, such as rotary tables, must
-            stay so; then all images of a batch keep the same tokens.
+        shared: whether arguments per token that have no batch dimension, such as rotary tables,
+            must not get one; then all images of a batch keep the same tokens.
     """
 
     lists: tuple[str, ...] = LISTS

@@ -67,7 +67,7 @@ class Routes:
     # What users call ------------------------------------------------------------------------------
 
     def set_step(self, step: int, num_steps: int) -> None:
-        """Set the optimizer step of the run, counted from 0; schedules need it.
+        """Set the optimizer step, counted from 0, and the run's number of steps, for schedules.
 
         Each pass of a step chooses its own tokens; repeating the step repeats the choices.
         """
@@ -90,15 +90,16 @@ class Routes:
             self.on = was
 
     def bypassed(self) -> Tensor:
-        """Return bool [B, N], the tokens that bypassed some blocks in the last pass, for losses
-        that ignore them."""
+        """Return bool [B, N], True for tokens that a `Select` dropped in the last routed pass, for
+        losses that ignore them. Other crossings are not counted."""
         if self.stack is None:
             raise RuntimeError("no pass was routed yet.")
         selects = [each for each in self.drawn if hasattr(each, "ids")]
         return bypassed_tokens(selects, self.batch, self.stack.num_tokens, self.device)
 
     def describe(self) -> str:
-        """Return a few lines about what is routed and which blocks have been checked."""
+        """Return lines of text: the lists of blocks, the method, and the result of testing whether
+        each class of blocks may be routed."""
         blocks = zip(self.lists, self.edges[1:], self.edges, strict=False)
         words = [f"{name} {start} … {end - 1}" for name, end, start in blocks]
         lines = [f"{self.title}: {', '.join(words)}"]
@@ -200,16 +201,17 @@ class Routes:
         return self.edges[-1]
 
     def list_of(self, index: int) -> int:
-        """Return the index, in `lists`, of the list that has the block `index`."""
+        """Return which of `lists` has the block `index`, as a number from 0."""
         return sum(edge <= index for edge in self.edges[1:])
 
     def kind(self, index: int, block: nn.Module) -> str:
-        """Return a block's class and list as text: lists may wrap unlike blocks in one class."""
+        """Return a block's class and list as text, the key of `verdicts`. Blocks of one class may
+        differ between lists."""
         title = type(getattr(block, "_orig_mod", block)).__name__
         return f"{title} of {self.lists[self.list_of(index)]}"
 
     def named(self, block: nn.Module, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
-        """Return the positional and keyword arguments of a block's call by name."""
+        """Return {name: argument} of a call of `block` with `args` and `kwargs`."""
         inner: Any = type(getattr(block, "_orig_mod", block))
         names = list(inspect.signature(inner.forward).parameters)[1 : len(args) + 1]
         return {**dict(zip(names, args, strict=True)), **kwargs}
@@ -217,10 +219,13 @@ class Routes:
     def draw(
         self, draws: tuple[Step, int], x: Tensor, num_tokens: int, arguments: Arguments
     ) -> list[Crossing]:
-        """Return the crossings (routed ranges of blocks) of one forward pass, in their order.
+        """Return the crossings (routed ranges of blocks) of one forward pass, in order.
 
-        `draws` is the step and the number of the pass within it, x [B, N + T, D] the tokens of the
-        first block, `num_tokens` N, and `arguments` are the network's, by name.
+        Args:
+            draws: the step, and the number of the pass within it.
+            x: the tokens [B, N + T, D] of the first block.
+            num_tokens: N.
+            arguments: the arguments of the network's forward, by name.
         """
         step, number = draws
         batch, device = len(x), x.device
@@ -277,7 +282,8 @@ class Routes:
             )
 
     def extra(self, arguments: Arguments, x: Tensor) -> int:
-        """Return T, the number of non-image tokens, for the first block's x [B, N + T, D]."""
+        """Return T, the number of non-image tokens among the tokens x [B, N + T, D] of the first
+        block. `arguments` are those of the network's forward, by name."""
         if self.family.watch:
             raise RuntimeError(f"{self.title} has no {self.family.watch[0]}, which shows N.")
         return 0 if self.family.extra is None else self.family.extra(arguments, x)
@@ -297,16 +303,16 @@ def enable_routing(
     """Return the handle of a network whose tokens bypass some of its blocks in training.
 
     Only the network's lists of blocks are changed, and only while it runs in train() mode with
-    gradients. Each class of blocks is tested once, and refused if it cannot be routed.
+    gradients. Each class of blocks is tested first, and refused if it cannot be routed.
 
     Args:
         network: a transformer of diffusers, or any network whose blocks are called from lists. It
             may be wrapped by DistributedDataParallel, `torch.compile` or peft.
         method: registered routing method that owns no weights; `options` are its fields.
         seed: seed of the random choices.
-        extra: number of other tokens before the image's in the sequence of the first block, needed
-            for classes not in docs/comparison/diffusers_classes.md. It may be a function of the
-            network's arguments by name and the sequence [B, N + T, D].
+        extra: number of other tokens that precede the image tokens in the sequence of the first
+            block, or a function that returns it from the network's arguments, by name, and the
+            sequence [B, N + T, D]. Needed for classes not in docs/comparison/diffusers_classes.md.
         blocks: paths of the lists of blocks, in order of use.
         tokens: name of the block's argument that has the tokens; by default the first.
         grid: (h, w) of the image tokens in raster order, for selectors that use it.
@@ -388,7 +394,8 @@ def _is_scheduled(method: Method) -> bool:
 
 
 def _find_grid(arguments: Arguments, num_tokens: int) -> tuple[int, int] | None:
-    """Return the grid of patches of an image [B, C, H, W] among the arguments, or None."""
+    """Return the grid (h, w) of the `num_tokens` square patches of the image [B, C, H, W] in the
+    argument `hidden_states`, or None if there is no such image or grid."""
     x = arguments.get("hidden_states")
     if not isinstance(x, Tensor) or x.ndim != 4:
         return None
