@@ -1,15 +1,17 @@
 """Tables that `encode.py` wrote: Arrow files of rows, in a folder or in a bucket.
 
-Files in a folder are memory-mapped in place. Files in a bucket (s3://, gs://, hf:// and others) are
-read through `fsspec`, which needs a library for each service. A file is downloaded whole when it is
-first read, into a folder that all processes of a machine share; the least recently used are
-deleted. An epoch then visits the files in a random order, and mixes the images of `window`
-neighbouring files:
+Files in a folder are memory-mapped in place, and an epoch visits the images in random order.
 
-    key of an image = position of its file in a permutation + window u,    u uniform in [0, 1)
+Files in a bucket (s3://, gs://, hf:// and others) are read through `fsspec`, which needs a library
+for each service. A file is downloaded whole when one of its images is first read, into a folder
+that all processes of a machine share. If there are more than `num_cached` files in this folder, the
+least recently used are deleted. So that few files are needed at a time, an epoch puts the files in
+random order and mixes only images of neighbouring files, `window` of them:
 
-Images are visited by rising key, so few files are needed at a time. The order depends on (seed,
-epoch) alone, whatever the number of processes.
+    key of an image = position of its file in the order + window u,    u uniform in [0, 1)
+
+Images are visited by rising key. The order depends on (seed, epoch) alone, whatever the number of
+processes.
 """
 
 import bisect
@@ -81,7 +83,8 @@ class ArrowTable:
         return torch.from_numpy(np.load(io.BytesIO(self._fetch("labels.npy"))))
 
     def cell(self, column: str, row: int) -> bytearray:
-        """Return the bytes of a table's cell. Raises `Unavailable` if its file cannot be read."""
+        """Return the bytes in `column` of row `row`. Raises `Unavailable` if the file that has the
+        row cannot be read."""
         number = bisect.bisect_right(self.ends, row)
         columns = self._open.pop(number, None)
         if columns is None:
@@ -94,8 +97,9 @@ class ArrowTable:
         return bytearray(columns[column][row - first].as_buffer())
 
     def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the order int64 [N] in which an epoch visits the items whose rows are `rows` [N],
-        as indices into `rows`. In a bucket, rows of the same file stay close together."""
+        """Return the random order in which an epoch visits the items of a data set, int64 [N]. Item
+        i is row rows[i] of the table. If the table is in a bucket, items of the same file stay
+        close together, as the module's docstring explains."""
         if not self.in_bucket:
             return torch.randperm(len(rows), generator=generator)
         files = torch.bucketize(rows, torch.tensor(self.ends), right=True)
@@ -148,7 +152,8 @@ class ArrowTable:
 
 
 def _last_use(file: Path) -> float:
-    """Return when a file was last opened; infinity if another process has deleted it by now."""
+    """Return the time when a file was last opened, or infinity if another process has just deleted
+    the file."""
     try:
         return file.stat().st_mtime
     except FileNotFoundError:
@@ -156,7 +161,8 @@ def _last_use(file: Path) -> float:
 
 
 def read_rows(file: Path) -> Any:
-    """Return the memory-mapped rows of a file, a table of pyarrow. A deleted file stays mapped."""
+    """Return the rows of a file as a memory-mapped table of pyarrow, which stays readable after the
+    file is deleted."""
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:

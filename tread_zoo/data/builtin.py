@@ -50,15 +50,17 @@ def npz(
 ) -> ImageData:
     """Return the uint8 images of an .npz file, [N,H,W], [N,H,W,C] or [N,C,H,W].
 
-    Its arrays are `x_train`, `y_train`, `x_test`, `y_test` (the test part is held out), or
-    `images`, `labels`, or `arr_0`, `arr_1`. Labels are optional: integers, or words.
+    Images and labels are the arrays `x_train` and `y_train`, or `images` and `labels`, or `arr_0`
+    and `arr_1`. The arrays `x_test` and `y_test` beside `x_train`, if they exist, are held out.
+    Labels are optional, and may be integers or words.
 
     Args:
         path: the .npz file.
-        pad_to: side of the images, or [H,W], with zeros around them. Images are centred.
-        held_out: fraction held out, where the file has no test part.
-        num_classes: number of classes; null is the number of words or class names, else the largest
-            label + 1; 0 drops the labels.
+        pad_to: side of the images after padding with zeros on all sides, or [H,W]; null does not
+            pad.
+        held_out: fraction held out if the file has no `x_test`.
+        num_classes: number of classes; 0 drops the labels. null counts the words among the labels;
+            for integers, it is the largest label + 1.
     """
     file = Path(path).expanduser()
     with open_npz(file, "data.path") as archive:
@@ -104,7 +106,8 @@ def fashion_mnist(
     Args:
         path: the folder that has torchvision's FashionMNIST/raw; null downloads 30 MB once, to a
             cache folder.
-        pad_to: side of the images, or [H,W], with zeros around them; 32 suits patches of 4.
+        pad_to: side of the images after padding with zeros on all sides, or [H,W]; null does not
+            pad; 32 suits patches of 4.
         held_out: null holds out the test part. A fraction is held out of the training part; the
             test part is then not used.
         num_classes: 0 drops the labels.
@@ -141,7 +144,8 @@ def _from_torchvision(
     num_classes: int | None,
     pad_to: Any = None,
 ) -> ImageData:
-    """Return `kind`, a data set class of torchvision, as data; for the rest see `fashion_mnist`."""
+    """Return the training and test images of `kind`, a data set class of torchvision, as
+    `ImageData` with the name `name`. For the other arguments see `fashion_mnist`."""
     root = Path(path or cache_folder() / name).expanduser()
     if path is None:
         root.mkdir(parents=True, exist_ok=True)
@@ -161,8 +165,15 @@ def _in_memory(
     pad_to: Any = None,
     class_names: tuple[str, ...] = (),
 ) -> ImageData:
-    """Return the data of `parts`, the training part and perhaps a test part. Each part is a pair of
-    images uint8 [N,C,H,W] and labels int64 [N] or None. For the rest see `npz`."""
+    """Return images in memory as `ImageData` with the name `name`.
+
+    Args:
+        parts: the training part and perhaps a test part, each a pair of images uint8 [N,C,H,W] and
+            labels, int64 [N] or None.
+        held_out: see `split_data`.
+        num_classes, pad_to: see `npz`.
+        class_names: a name for each class; () names the classes by number.
+    """
     images = torch.cat([_pad(part, pad_to) for part, _ in parts])
     if num_classes == 0 or parts[0][1] is None:
         labels, class_names = None, ()
@@ -181,7 +192,8 @@ def _in_memory(
 
 
 def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
-    """Return `images` [N,C,H,W] centred in zeros; `pad_to` is the new side, or (H, W)."""
+    """Return `images` [N,C,H,W] padded with zeros on all sides to the size `pad_to`, one side of a
+    square or (H, W); None leaves them as they are."""
     if pad_to is None:
         return images
     from torchvision.transforms.functional import center_crop
@@ -193,7 +205,8 @@ def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
 
 
 def _as_images(array: np.ndarray, where: str) -> Tensor:
-    """Return uint8 [N,H,W], [N,H,W,C] or [N,C,H,W] as images [N,C,H,W]; `where` begins errors."""
+    """Return `array`, which is uint8 [N,H,W], [N,H,W,C] or [N,C,H,W], as images [N,C,H,W]. Raises
+    ValueError if it is something else; the message begins with `where`."""
     shape = array.shape
     first, last = (len(shape) == 4 and shape[axis] in (1, 3, 4) for axis in (1, 3))
     if array.dtype != np.uint8 or (len(shape) != 3 and first == last):

@@ -1,10 +1,10 @@
-"""Contexts: embeddings, computed beforehand, of what an image is conditioned on.
+"""Contexts: embeddings, computed before training, of what an image is conditioned on.
 
-    embeddings of an image [t, S], t <= T  --zeros below-->  context [T, S]
+    embeddings of an image [t, S]  --fill up with zeros-->  context [T, S],    t <= T
 
-A column of a table has embeddings as paths of .npy files or as numbers. Items are then (image,
-context) instead of (image, label). T is `data.context_length`, or the length of the longest
-context. Nothing is unpickled.
+A column of a table has the embeddings of each image, as numbers or as the path of an .npy file. The
+items of such data are (image, context) instead of (image, label). T is `data.context_length` or, if
+this is not set, the largest t in the data. Nothing is unpickled.
 
 Dimensions: T embeddings of width S.
 """
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 
 
 def context_shape(table: "datasets.Dataset", column: str, length: int | None) -> tuple[int, int]:
-    """Return (T, S) of the contexts in a column that has embeddings, or paths of them. `table` is
-    in numpy's format. T is `length` or, if that is None, the number of embeddings in the longest
-    row. Raises ValueError if the row that was chosen cannot be read."""
+    """Return (T, S) of the contexts in a column of `table`, which is in numpy's format. The column
+    has embeddings or the paths of .npy files. T is `length` or, if that is None, the number of
+    embeddings of the row that has the most. S is read from this row or, with a `length`, from the
+    first row. Raises ValueError if the row cannot be read."""
     row = _longest(table.select_columns([column]), column) if length is None else 0
     rows = _as_rows(table[row][column], f"of row {row}")
     return length or max(len(rows), 1), rows.shape[1]
 
 
 def _longest(table: "datasets.Dataset", column: str) -> int:
-    """Return the index of the row with the longest list, or with the path of the largest file."""
+    """Return the index of the row with the most embeddings. In a column of paths, it is the row
+    whose file is the largest."""
     import pyarrow
     import pyarrow.compute
 
@@ -45,9 +47,10 @@ def _longest(table: "datasets.Dataset", column: str) -> int:
 
 
 def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return `value`, embeddings [t, S] or [S] or the path of an .npy file of them, as a context
-    float32 [T, S] filled up with zeros. `shape` is (T, S), and errors call the context `name`.
-    Raises ValueError if the embeddings cannot be read, are not finite, or do not fit `shape`."""
+    """Return the context float32 [T, S] of `value`, which is embeddings [t, S] or [S], or the path
+    of an .npy file that has them. Missing embeddings are zeros. `shape` is (T, S); error messages
+    call the context `name`. Raises ValueError if the embeddings cannot be read, are not finite, or
+    do not fit `shape`."""
     length, size = shape
     rows = _as_rows(value, name)
     if (rows.size and rows.shape[1] != size) or len(rows) > length:
@@ -83,7 +86,8 @@ def load_npy(path: str | Path) -> np.ndarray:
 
 
 def _as_rows(value: Any, name: str) -> np.ndarray:
-    """Return `value`, an array or an .npy file's path, as floats [t, S]; errors call it `name`."""
+    """Return `value`, an array or the path of an .npy file, as floats [t, S]. Error messages call
+    the context `name`."""
     array = np.atleast_2d(load_npy(value) if isinstance(value, str) else value)
     if array.ndim != 2 or array.dtype.kind != "f" or not array.shape[1]:
         raise ValueError(f"the context {name} is {array.dtype} {array.shape}, not floats [t, S].")

@@ -1,13 +1,14 @@
 """Data sets, and the codec between stored items, the model's inputs, and pixels.
 
-    item           image uint8 [C,H,W] or latent as stored, label int or context float [T,S], and
-                   if requested features float16 [K,S,h,w]
+    item           image uint8 [C,H,W], or latent as stored; label int, or context float [T,S];
+                   features float16 [K,S,h,w], if the data set was asked for them
     stored batch   --to_model-->  x float32 [B,C,H,W]  --to_pixels-->  images uint8 [B,C,H,W]
 
 Images are stored as bytes, and the model sees them in [-1, 1]. Latents have another codec, see
 `tread_zoo.data.latents`. Noise is drawn from the caller's generator, never in a loader.
 
-Dimensions: N images, B batch, C channels, H height, W width, T embeddings of width S.
+Dimensions: N images, B batch, C channels, H height, W width. A context has T embeddings of width S.
+Features of an encoder have S channels, in K copies: for the image and perhaps its mirror image.
 """
 
 import copy
@@ -49,7 +50,8 @@ def as_bytes(values: Tensor) -> bytes:
 
 
 class Codec:
-    """Converts stored items to model inputs, and model outputs to pixels; this one, for images."""
+    """Converts stored items to model inputs, and model outputs to pixels. This class does so for
+    images, its subclass `LatentCodec` for latents."""
 
     decoder: str = "none"  # the autoencoder, a folder or a name on the hub
 
@@ -80,8 +82,8 @@ class Codec:
         return tuple(stored)
 
     def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
-        """Return noise [B,C,H,W] for a batch of shape `stored`, on the generator's device, or None
-        if the codec needs none."""
+        """Return the noise [B,C,H,W] that `to_model` takes for a batch of shape `stored`, on the
+        generator's device, or None if it takes none."""
         return None
 
     def to_model(
@@ -95,7 +97,7 @@ class Codec:
         """Return the model's input, float32 [B,C,H,W] on `device`, for a batch from the loader.
 
         `noise` comes from `draw`; without it, each latent is the mean of its distribution. `flip`,
-        bool [B] on `device`, marks the items to mirror.
+        bool [B] on `device`, marks the images to mirror.
         """
         stored = stored.to(device, non_blocking=True)
         if flip is not None:
@@ -112,7 +114,8 @@ PIXELS = Codec()
 
 @dataclass(frozen=True)
 class ImageData:
-    """Training data: a training part, a held-out part, and their sizes, classes and codec."""
+    """Training data: a training and a held-out data set, the size and classes of their images, and
+    the codec between stored items, model inputs and pixels."""
 
     name: str  # for logs and records
     train: Dataset[Any]  # items (image as stored, label or context)

@@ -1,12 +1,12 @@
-"""Encode images into a table of latents or images, perhaps with contexts of captions or with
-features; `latents.py` reads it.
+"""Encode images into a table of latents or images, which `latents.py` reads.
 
-The files of the table are dealt out to the processes in turn, and each is written atomically.
-Existing files are kept, so that the same command continues a stopped encoding. The process that
-finds all files writes the statistics to table.json. No process waits for another.
+A row may also have a context (embeddings of the image's caption) and features of the image. The
+files of the table are shared out among the processes, and each is written atomically. Existing
+files are kept, so that the same command continues a stopped encoding. A process that finds all
+files at its end writes the statistics to table.json. No process waits for another.
 
 Dimensions: B batch, K copies (2: the image and its mirror image), C channels of a latent (C' as
-stored: 2 C for moments), h height, w width, S channels of features.
+stored: 2 C for moments, the mean and the log-variance), h height, w width, S channels of features.
 """
 
 import dataclasses
@@ -56,13 +56,15 @@ def encode(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> bool:
-    """Return whether the table is finished, after this process has encoded its files.
+    """Encode the images that fall to this process, and return whether the table is now finished.
 
     Args:
-        data, vae: images, and an autoencoder on its device; None keeps the images.
-        out, config: the table's folder, and the settings of the encoding.
-        text: a text encoder for captions, on its device; None keeps labels or contexts.
-        features: an extractor's label, and its function from images to features.
+        data, vae: the images, and an autoencoder on its device; None stores the images themselves.
+        out, config: folder of the table, and settings of the encoding.
+        text: a text encoder for the captions, on its device; None stores the labels or contexts
+            that `data` has.
+        features: a label for the extractor of features, and its function from images to features;
+            None stores none.
         precision: precision in which the autoencoder and the text encoder compute; not auto.
         rank, num_ranks: number of this process, and how many there are.
 
@@ -169,7 +171,9 @@ class _Encoder:
     corrupt: CorruptLog
 
     def batches(self, part: str, span: range, bar: Any) -> Iterator[Columns]:
-        """Yield columns, in batches, of the readable images `span` of `part`; advance `bar`."""
+        """Yield the columns of the table for the images `span` of `part`, train or held_out, batch
+        by batch. Images that cannot be read are left out and listed in `corrupt`. The progress bar
+        `bar` advances by all images."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -198,7 +202,9 @@ class _Encoder:
             bar.update(len(batch))
 
     def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> Columns:
-        """Return the columns that are computed from uint8 images: latent or image, and features."""
+        """Return the columns for `images`, uint8 [B,C,H,W]: latent, or image without an
+        autoencoder; and features, if there is an extractor. `part` and `indices`, the images'
+        places in the data, determine the noise of sampled latents."""
         copies = (images, images.flip(-1)) if self.config.flips else (images,)
         columns = {"image": images[:, None]}
         if self.vae is not None:
@@ -214,8 +220,8 @@ class _Encoder:
         return columns
 
     def _encode(self, vae: Vae, images: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
-        """Return the latents to store, [B,C',h,w]; `generators`, one per image, draw their
-        noise."""
+        """Return the latents to store, [B,C',h,w]: means, moments or samples. For samples,
+        `generators`, one per image, draw the noise."""
         device = next(vae.network.parameters()).device
         with autocast(device, self.precision):
             mean, logvar = vae.encode(to_model_range(images.to(device)))
@@ -289,9 +295,17 @@ def write_table(
 
 
 def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
-    """Write one Arrow file of a table atomically, with sums for the table's statistics in its
-    header. Each tensor is stored in its dtype. `content` is as in `write_table`, or pixels. Raises
-    ValueError for values that are not finite."""
+    """Write one Arrow file of a table atomically. Its header has sums from which `finish` computes
+    the statistics of the table.
+
+    Args:
+        file: the file.
+        batches: the columns, batch by batch; each tensor is stored in its own dtype.
+        content: pixels if the rows have images; for latents as in `write_table`.
+
+    Raises:
+        ValueError: values are not finite, or standard deviations are negative.
+    """
     import pyarrow as pa
 
     main = "image" if content == "pixels" else "latent"
@@ -329,9 +343,9 @@ def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
 def finish(out: Path, metadata: dict[str, Any]) -> bool:
     """Return whether all files of the table in `out` exist; if so, complete the table.
 
-    table.json gets `metadata`, the shape, the number of rows of each file, and mean and standard
-    deviation of the latents z by channel. With moments, E[z] = E[mean] and E[z^2] = E[mean^2] +
-    E[std^2]. The labels of all rows are written to labels.npy.
+    table.json gets `metadata`, the shape of a row's latents or images, the number of rows of each
+    file, and mean and standard deviation of the latents z by channel. If moments are stored, E[z] =
+    E[mean] and E[z^2] = E[mean^2] + E[std^2]. The labels of all rows are written to labels.npy.
     """
     import pyarrow
 

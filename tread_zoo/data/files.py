@@ -32,8 +32,8 @@ def printable(text: str) -> str:
 
 
 def without_paths(value: Any) -> Any:
-    """Return `value`, a text or plain values that contain texts, without credentials and with every
-    absolute path cut to its last part."""
+    """Return `value` without credentials, and with every absolute path cut to its last part.
+    `value` is a text, or mappings and lists that contain texts."""
     if isinstance(value, Mapping):
         return {without_paths(key): without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -59,8 +59,8 @@ def expand_braces(pattern: str) -> list[str]:
 
 @contextmanager
 def open_npz(path: Path, field: str) -> Iterator[Any]:
-    """Yield the archive of an .npz file, whose arrays are read at first use. Raises ValueError if
-    the file is damaged or of another kind; the message begins with `field`."""
+    """Yield the open archive of an .npz file, whose arrays are read at first use. Raises ValueError
+    if the file is damaged or not an .npz file; the message begins with `field`."""
     damaged = (zipfile.BadZipFile, zlib.error, EOFError)
     try:
         archive = np.load(path, allow_pickle=False)
@@ -74,9 +74,11 @@ def open_npz(path: Path, field: str) -> Iterator[Any]:
 
 @contextmanager
 def atomic_file(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
-    """Yield a temporary file that becomes `path` at the end: written whole, or not at all.
+    """Yield a temporary file that replaces `path` at the end of the `with` block, so that `path` is
+    written whole or not at all.
 
-    alone: no other process writes `path` meanwhile; what an interrupted one left is overwritten.
+    alone: whether no other process writes `path` at the same time. If one may, each process has a
+    temporary file of its own.
     """
     name = f".{path.name}.partial" if alone else f".{path.name}.{os.getpid()}.partial"
     partial = path.with_name(name)
@@ -91,6 +93,7 @@ def atomic_file(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str, *, alone: bool = True) -> None:
-    """Write a file atomically, in UTF-8; what UTF-8 cannot encode, as in file names, is escaped."""
+    """Write a text file atomically, in UTF-8. What UTF-8 cannot encode, as in names of files, is
+    escaped. For `alone` see `atomic_file`."""
     with atomic_file(path, alone=alone) as stream:
         stream.write(text.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Picture files under a folder: one walk for training, scoring and references."""
+"""Find the picture files under a folder, by the same rules for training, scoring and references."""
 
 import csv
 import functools
@@ -27,12 +27,12 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
     """Return the picture files under `root`, known by their suffix, in no particular order.
 
     Hidden files and folders are skipped. A folder that can also be reached through links counts
-    once, under its own name. Other files are counted in the log, except metadata and texts, which
-    may be captions.
+    once, under its own name. The log counts all other files but metadata, texts (which may be
+    captions), and files with the suffix `beside`.
 
     Args:
         root: the folder.
-        field: the setting that names it, for errors.
+        field: name of the setting that gives the folder, for errors.
         beside: suffix of files that belong to pictures, such as contexts.
 
     Raises:
@@ -95,12 +95,19 @@ def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
 def find_classes(
     root: Path, beside: str | None, *, labelled: bool
 ) -> tuple[list[str], list[int], list[str]]:
-    """Return sorted files, their labels, and the class names (none without labels). Sub-folders are
-    the classes; names with the same NFC form are one class. For `beside` see `picture_files`.
+    """Return the sorted picture files under `root`, the label of each file, and the class names.
+
+    The sub-folders are the classes; names with the same NFC form (see `nfc`) are one class. Without
+    sub-folders, all labels are 0 and there are no class names.
+
+    Args:
+        root: the folder.
+        beside: see `picture_files`.
+        labelled: whether training uses these labels.
 
     Raises:
-        ValueError: pictures lie beside sub-folders; or, if `labelled`, the sub-folders are named
-            train and val.
+        ValueError: pictures lie beside sub-folders; or, if `labelled`, the sub-folders have names
+            of parts, such as train and val, and not of classes.
     """
     folders = [e for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")]
     files = sorted(

@@ -21,12 +21,12 @@ def nfc(word: str) -> str:
 
 
 def read_labels(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
-    """Return labels int64 [N] and class names, which are empty for integers.
+    """Return labels int64 [N] and class names; for labels that are integers, there are no names.
 
     Args:
-        values: an array or a list, one value per image. Either integers of any type, such as 1.0 or
-            "1", or words, whose classes are sorted by name and compared in NFC.
-        where: setting and name of the labels, with which an error begins.
+        values: an array or a list with one value per image: integers of any type, such as 1.0 or
+            "1", or words. Words are compared in NFC, and the classes are sorted by name.
+        where: where the labels come from; error messages begin with it.
 
     Raises:
         ValueError: a value is neither integer nor word, such as 0.5, None or a list.
@@ -58,11 +58,16 @@ def _unusable(where: str, value: str) -> ValueError:
 def check_labels(
     labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
 ) -> tuple[str, ...]:
-    """Return the class names for labels int64 [N]: `names`, or numbers if `names` are too few or
-    too many. Without `num_classes` and `names`, the number of classes is the largest label + 1.
+    """Return a name for each class of the labels int64 [N].
 
-    Classes without images are logged, because labels may start at 1. Raises ValueError if a label
-    is outside 0 … num_classes - 1, or if there are more than `MOST_CLASSES` classes.
+    The number of classes is `num_classes` or, if that is not set, the number of `names`. If there
+    are no names either, it is the largest label + 1. The result is `names` if there is one for each
+    class, else the classes' numbers. Classes without images are logged: labels that start at 1
+    leave class 0 empty. Messages call the data `where`.
+
+    Raises:
+        ValueError: a label is not in 0 … the number of classes - 1, or there are more than
+            `MOST_CLASSES` classes.
     """
     low, high = int(labels.min()), int(labels.max())
     count = num_classes or len(names) or high + 1
@@ -86,12 +91,18 @@ def check_labels(
 
 
 def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | None:
-    """Return the label column of a table of the `datasets` library: the first named as in
-    `COLUMNS`, else the only column of class labels, else None. `used` has the columns with other
-    contents as keys; `name` is the data's, for the log.
+    """Return the name of the label column of a table of the `datasets` library, or None.
 
-    Columns that are not used are logged. Raises ValueError if several columns have class labels and
-    none is named as in `COLUMNS`.
+    It is the first column named as in `COLUMNS`, or else the only column of the type `ClassLabel`.
+    Columns that are not used are logged.
+
+    Args:
+        table: the table.
+        name: name of the data, for the log.
+        used: its keys are columns with other contents, among which no labels are sought.
+
+    Raises:
+        ValueError: several columns are of the type `ClassLabel`, and none is named as in `COLUMNS`.
     """
     import datasets
 
@@ -116,7 +127,7 @@ def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | N
 
 
 def label_text(content: bytes) -> str:
-    """Return the label in a shard's .cls file. Raises ValueError if `content` is not text."""
+    """Return the label in `content`, that of a .cls file. Raises ValueError if it is not UTF-8."""
     try:
         return content.decode().strip()
     except UnicodeDecodeError:

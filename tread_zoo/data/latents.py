@@ -1,20 +1,24 @@
 """Tables of latents or images, and the codec of latents.
 
-    x = (z - shift) scale,    z as stored, or from moments  z = mean + std noise
+    x = (z - shift) scale        z as stored or, if moments are stored, z = mean + std noise
 
 `normalization=standardize` takes shift and scale from the data's mean and standard deviation by
-channel, so that x has mean 0 and standard deviation 1 with every autoencoder. `scale` takes the
-autoencoder's numbers, which published networks were trained with.
+channel, so that x has mean 0 and standard deviation 1 with every autoencoder. `normalization=scale`
+takes the autoencoder's own numbers, with which published networks were trained.
 
 The table (`encode.py` writes it) is a folder:
 
     table.json              shape, statistics, settings and autoencoder
-    train-00000.arrow …     columns latent or image (bytes), label, and perhaps context, features
-    held_out-00000.arrow …  (float16 bytes)
+    train-00000.arrow …     rows of the training part
+    held_out-00000.arrow …  rows of the held-out part
     labels.npy              labels of all rows
 
-Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (moments store
-2 C), h height, w width, S channels of features, H and W height and width of an image.
+A row has the columns latent or image, label, and perhaps context and features. All but the label
+are stored as bytes, contexts and features in float16.
+
+Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (2C if moments are
+stored: the mean, then the log-variance or the standard deviation), h height, w width, S channels of
+features, H and W height and width of an image.
 """
 
 import copy
@@ -42,8 +46,9 @@ _LOGVAR_RANGE = (-30.0, 20.0)  # as in diffusers
 
 
 def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation (None for samples), float32 [..., C, h, w], of stored
-    latents; `content` is samples, pixels, mean_logvar or mean_std."""
+    """Return mean and standard deviation, float32 [..., C, h, w], of stored latents. `content` says
+    what is stored: samples or pixels, whose standard deviation is None, or mean_logvar or
+    mean_std."""
     stored = stored.float()
     if content in ("samples", "pixels"):
         return stored, None
@@ -53,7 +58,7 @@ def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LatentCodec(Codec):
-    """The codec for latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec`."""
+    """The codec for stored latents [B,K,C,h,w], or for their moments [B,K,2C,h,w]. See `Codec`."""
 
     content: str  # samples, mean_logvar or mean_std
     flips: bool  # K is 2, and the second copy is of the mirrored image
@@ -126,7 +131,8 @@ class LatentCodec(Codec):
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return normalised latents: for moments mean + std * noise, or the mean without noise."""
+        """Return normalised latents, float32 [B,C,h,w]. If moments are stored, the latents before
+        normalisation are samples made with `noise`; without it, they are the means."""
         stored = stored.to(device, non_blocking=True)
         chosen = stored[:, 0]
         if flip is not None:
@@ -154,9 +160,9 @@ def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:
-    """Return the codec for an imported network on latents of `num_channels` channels. Shift and
-    scale are those of the autoencoder `vae`; with `vae=none`, latents are not scaled. Raises
-    ValueError if the autoencoder has another number of channels."""
+    """Return the codec for a network that was trained elsewhere, on latents of `num_channels`
+    channels. Shift and scale are those of the autoencoder `vae`; with `vae=none`, latents are not
+    scaled. Raises ValueError if the autoencoder has another number of channels."""
     shift, scale, metadata = 0.0, 1.0, None
     if vae != "none":
         decoder = load_vae(vae)
@@ -172,8 +178,8 @@ def imported_codec(vae: str, num_channels: int) -> LatentCodec:
 
 
 def restore_codec(metadata: dict[str, Any], vae: str) -> LatentCodec:
-    """Return the codec that a checkpoint's metadata describe. It decodes with `vae`; with `none` it
-    cannot decode."""
+    """Return the codec that a checkpoint's metadata describe. `vae` is the autoencoder that
+    decodes, a folder or a name on the hub; with `none`, latents cannot be decoded."""
     values = {name: value for name, value in metadata.items() if name != "kind"}
     values |= {"shift": tuple(metadata["shift"]), "scale": tuple(metadata["scale"])}
     return LatentCodec(**values, flips=False, decoder=vae)
@@ -255,7 +261,8 @@ def _table_data(
     context: bool,
     codec: Codec,
 ) -> ImageData:
-    """Return a table's data; `shape` is the model input's [C,H,W]. For the rest see `latents`."""
+    """Return the rows of `table` as `ImageData`. `shape` is [C,H,W] of a model input, which `codec`
+    makes of a stored item. For the rest see `latents`."""
     metadata, contexts, names = table.metadata, None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
     if context and metadata["context"]:
@@ -285,7 +292,9 @@ def _table_data(
 def _normalize(
     normalization: str, metadata: dict[str, Any], vae: dict[str, Any] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return shift and scale, C numbers each, from a table's `metadata` or an autoencoder's."""
+    """Return shift and scale, C numbers each. With `normalization` standardize, they come from the
+    statistics in a table's `metadata`; with scale, from `vae`, the metadata of an autoencoder.
+    Raises ValueError if `vae` is needed and None."""
     mean = metadata["mean"]
     if normalization == "standardize":
         return tuple(mean), tuple(1.0 / value for value in metadata["std"])
@@ -298,8 +307,8 @@ def _normalize(
 
 
 def _open_table(path: str, cache: str | None, num_cached: int, *, pixels: bool) -> ArrowTable:
-    """Return the table at `path`. Raises ValueError if it holds latents and `pixels` is true, or
-    the reverse."""
+    """Return the table at `path`. Raises ValueError if it has latents although `pixels` is set, or
+    images although `pixels` is not set. For `cache` and `num_cached` see `ArrowTable`."""
     table = ArrowTable(path, cache, num_cached)
     if (table.metadata["content"] == "pixels") is not pixels:
         other = "latents" if pixels else "table"
@@ -321,16 +330,17 @@ class EncodedTable(TableDataset):
 
     @property
     def digest(self) -> str:
-        """A digest of a table in a bucket, whose items are slow to read; empty for a table in a
-        folder: there `digest_items` reads items."""
+        """Digest of table.json if the table is in a bucket, where items are slow to read. Empty for
+        a table in a folder, whose items `digest_items` reads."""
         return self.table.digest
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:
-        """Return the order int64 [N] in which an epoch visits the items."""
+        """Return the order int64 [N] in which an epoch visits the items, drawn from `generator`."""
         return self.table.order(self.rows, generator)
 
     def with_features(self) -> Self:
-        """Return the same data set, but with an item's features as its third element."""
+        """Return the same data set, but each item has a third element: the features of its
+        image."""
         part = copy.copy(self)
         part.reads_features = True
         return part

@@ -1,9 +1,10 @@
 """The images of each step, in batches; corrupt items are replaced.
 
 The order depends on (seed, epoch) alone. An item is corrupt if reading it raises `ValueError` or
-`OSError`. Its replacement depends on (seed, index) alone:
+`OSError`. It is replaced by the first readable item of a sequence that depends on (seed, index)
+alone:
 
-    index -> first readable of  draw(seed, index, 0), draw(seed, index, 1), …
+    index -> draw(seed, index, 0), draw(seed, index, 1), …
 
 So a batch is the same in a resumed run and in any worker.
 
@@ -107,7 +108,7 @@ class CorruptItem:
 
 
 class Unavailable(OSError):
-    """Data cannot be reached for now. This ends the run: no other item takes their place."""
+    """Raised if data cannot be reached for now. The run ends; no other items replace these data."""
 
 
 def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptItem:
@@ -128,11 +129,12 @@ def warn_about(item: CorruptItem) -> None:
 
 
 class CorruptLog:
-    """The list of items that cannot be read in the data sets `parts`; too many of them end the run.
+    """The list of the items that cannot be read in the data sets `parts`. Too many of them end the
+    run.
 
-    Each process appends its corrupt items to the same file, a tab-separated line per item, and
-    counts the distinct items in it, so no process waits for another. `max_share` is the fraction of
-    all items that may be corrupt, rounded up; `field` is the name of that setting, for errors.
+    Each process appends its corrupt items to `file`, a tab-separated line per item, and counts the
+    distinct items in it, so no process waits for another. `max_share` is the fraction of all items
+    that may be corrupt, rounded up; `field` is the name of that setting, for errors.
     """
 
     def __init__(
@@ -180,15 +182,19 @@ def make_loader(
     *,
     seed: int = 0,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Return an iterator of (images [B,C,H,W], labels int64 [B]), and features if items have them,
-    for the lists of indices `batches`.
+    """Return an iterator over batches of a data set: images [B,C,H,W], labels int64 [B] (or
+    contexts), and features if the items have them.
 
-    Images in memory (a data set with `gather`) are indexed directly. Others are read by
-    `num_workers` processes (0: this one), each two batches ahead. They start with the first batch,
-    live as long as the iterator, and draw nothing from the global generators.
+    Images in memory (a data set with `gather`) are indexed directly. Others are read by worker
+    processes, each of which reads two batches ahead. The workers start with the first batch, live
+    as long as the iterator, and draw nothing from the global generators.
 
-    `seed` and the index of a corrupt item determine its replacement. `dataset.on_corrupt` is called
-    once per corrupt item, in this process; without it, a warning is logged.
+    Args:
+        dataset: the data set. Its attribute `on_corrupt`, a function, is called in this process
+            once for each corrupt item; without it, a warning is logged.
+        batches: the indices of the items of each batch.
+        num_workers: number of worker processes; 0 reads in this process.
+        seed: determines, with the index of a corrupt item, which item replaces it.
 
     Raises:
         ValueError: while iterating: an item and all its replacements are corrupt.
@@ -203,7 +209,8 @@ def make_loader(
 def prefetch_to_device(
     batches: Iterator[tuple[Tensor, ...]], device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the batches; for a GPU, they are copied to it while it computes."""
+    """Yield the batches. If `device` is a GPU, each batch is copied to it while it still computes
+    on the batch before."""
     if device.type != "cuda":
         yield from batches
         return

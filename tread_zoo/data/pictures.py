@@ -35,11 +35,11 @@ Crop = Literal["center", "pad"]
 def open_picture(
     source: str | bytes | Path, image_size: tuple[int, int] | None = None
 ) -> "Image.Image":
-    """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded.
+    """Return the picture in a file or in a file's content, turned upright as its EXIF data say.
 
-    With `image_size` (H, W), a JPEG is decoded at a half, a quarter or an eighth of its size if
-    both sides stay as long as the longer one of `image_size`. This is much faster, and
-    `resize_and_crop` then gives the same within rounding.
+    With `image_size` (H, W), a JPEG is decoded at a half, a quarter or an eighth of its size, as
+    long as both sides stay at least max(H, W). This is much faster, and `resize_and_crop` then
+    gives the same result within rounding.
     """
     from PIL import Image, ImageOps
 
@@ -58,9 +58,10 @@ def read_picture(
     background: Colour = WHITE,
     crop: Crop = "center",
 ) -> Tensor:
-    """Return the picture in a file, or in a file's content, as uint8 [C,H,W]. If `image_size` (H,
-    W) is set, it is resized, then cropped or padded as `crop` says. Transparent pixels show
-    `background`. Raises ValueError if the picture cannot be read."""
+    """Return the picture in a file, or in a file's content, as uint8 [C,H,W], where C is
+    `channels`: 1 (grey) or 3 (RGB). If `image_size` (H, W) is set, the picture is resized, then
+    cropped or padded as `crop` says. Transparent pixels show `background`. Raises ValueError if the
+    picture cannot be read."""
     from PIL import Image
 
     try:
@@ -84,12 +85,12 @@ def read_picture(
 def resize_and_crop(
     picture: "Image.Image", size: tuple[int, int], border: str | None = None
 ) -> "Image.Image":
-    """Return `picture` resized to cover `size` (H, W), and its centre cropped. With a colour
-    `border`, it is resized to fit into `size`, and surrounded by that colour.
+    """Return `picture` resized to cover `size` (H, W) and cropped to its centre. If a colour
+    `border` is given, return it resized to fit into `size` and surrounded by this colour.
 
-    First, square boxes of pixels are averaged; their side is the largest power of two that leaves
-    no side too short. Bicubic resizing follows. This avoids aliasing and blurs little. A smaller
-    picture is enlarged.
+    Square boxes of pixels are averaged first. Their side is the largest power of two that leaves
+    the picture at least as large as wanted. Bicubic resizing follows. This avoids aliasing and
+    blurs little. A smaller picture is enlarged.
     """
     from PIL import Image
 

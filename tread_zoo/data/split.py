@@ -22,10 +22,16 @@ def split_data(
     class_names: tuple[str, ...],
     **metadata: Any,
 ) -> ImageData:
-    """Return `items` as data: the first `num_train` are a training part, the rest a test part.
+    """Return `items` as `ImageData` with a training part and a part that is held out.
 
-    `held_out` is the fraction held out of the training part; the test part is then not used. None
-    holds out the test part or, without one, a tenth. `metadata` are fields of `ImageData`.
+    Args:
+        name: name of the data, for logs and records.
+        items: all items: the first `num_train` are for training, the others are a test part.
+        num_train: number of items before the test part.
+        held_out: fraction held out of the training items; the test part is then not used. None
+            holds out the test part or, without one, a tenth of the training items.
+        class_names: a name for each class; () without labels.
+        metadata: the other fields of `ImageData`.
     """
     if held_out is None and num_train < len(items):
         train, unseen = torch.arange(num_train), torch.arange(num_train, len(items))
@@ -72,8 +78,9 @@ def evenly_spaced(size: int, count: int | None) -> list[int]:
 
 
 def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
-    """Return the indices of `count` items of a data set, the i-th with label i mod num_classes, as
-    sample i has. Items of small classes repeat. Without labels, items are evenly spaced."""
+    """Return the indices of `count` items of a data set in the order of samples: the i-th has label
+    i mod num_classes, as sample i has. Items of small classes repeat. Without labels, the items are
+    evenly spaced."""
     labels = getattr(part, "labels", None)
     if not num_classes or labels is None:
         return evenly_spaced(len(part), count)
@@ -88,9 +95,10 @@ def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
 
 
 def digest_items(dataset: Dataset[Any]) -> str:
-    """Return a digest of up to 32 evenly spaced items of a data set: four hex digits for each
-    stored image and its label, `----` for a corrupt one. Data sets that are slow to read have their
-    own digest."""
+    """Return a digest of a data set, to tell it from another one of the same shape. For each of up
+    to 32 evenly spaced items it has four hex digits of the stored image and its label, or `----` if
+    the item is corrupt. If the data set has an attribute `digest` that is not empty, return that
+    instead."""
     if own := getattr(dataset, "digest", ""):
         return str(own)
     digests, stored = [], getattr(dataset, "stored", None)

@@ -47,8 +47,8 @@ _MEASURED = 64  # pictures whose size is read
 
 @dataclass(eq=False)
 class PictureTable(TableDataset):
-    """Pictures in a table. A row has one picture, in one of the undecoded columns image, image1, …,
-    and perhaps a context."""
+    """Pictures in a table, with labels or contexts. The undecoded pictures are in the columns
+    image, image1, …: in each row, one of these columns has the picture."""
 
     context: tuple[int, int] | None  # T and S, if contexts take the place of labels
     image_size: tuple[int, int] | None  # resize and crop to H, W; None leaves the size
@@ -100,10 +100,10 @@ class Pictures:
             [256,384]; null keeps the size, which must be the same for all pictures.
         channels: 1 (grey) or 3 (RGB).
         held_out: fraction held out, the same pictures in every run.
-        num_classes: number of classes; null is the number of words or class names, else the largest
-            label + 1; 0 drops the labels.
-        caption_column: column of the captions; null looks for one named caption, captions, text,
-            prompt or txt.
+        num_classes: number of classes; 0 drops the labels. null counts the class names, or else the
+            words among the labels; for integers without names, it is the largest label + 1.
+        caption_column: column of the captions; null takes the first that exists of caption,
+            captions, text, prompt and txt.
         text_encoder: a text encoder of CLIP or T5, a folder or a name on the hub. It turns captions
             into contexts, which take the place of the labels. They are computed once, into the
             cache folder, which suits small data; for large data use tread-zoo encode.
@@ -137,9 +137,19 @@ class Pictures:
         caption_column: str | None,
         caption_key: str = "",
     ) -> ImageData:
-        """Return the data of `tables`, a training table and perhaps a test table, under `name`. A
-        row's picture is in the first of `image_columns` that is not null; for `caption_key` see
-        `Captions`."""
+        """Return the pictures in `tables`, a training table and perhaps a test table, as
+        `ImageData`.
+
+        Args:
+            name: name of the data, for logs and records.
+            tables: the tables.
+            image_columns: columns with pictures; a row's picture is in the first of them that is
+                not null. None: the only column with pictures.
+            label_column: column with labels; None: see `find_label_column`.
+            context_column: column with embeddings, which take the place of labels, or None.
+            caption_column: column with captions; None: see `find_captions`.
+            caption_key: see `Captions`.
+        """
         import datasets
         from PIL import ImageColor
 
@@ -248,10 +258,11 @@ class HuggingFace(Pictures):
         held_out: fraction held out of the training split. null holds out the split `test`, else
             `validation`, else 0.1 of the training split.
         image_column: column of the pictures; null finds the only one.
-        label_column: column of integers or words; null finds one named label, labels, class, cls or
-            target, or the only one of class labels; without any the pictures are unlabelled.
-        context_column: column with an embedding, or a list of them, per row, which take the place
-            of the labels.
+        label_column: column of integers or words. null takes one named label, labels, class, cls or
+            target, else the only column of class labels; without such a column, the pictures are
+            unlabelled.
+        context_column: column that has an embedding, or a list of embeddings, in each row. They
+            take the place of the labels.
     """
 
     path: str
@@ -277,7 +288,8 @@ class HuggingFace(Pictures):
 def _load_splits(
     path: str, config: str | None, split: str | None, held_out: float | None
 ) -> list["datasets.Dataset"]:
-    """Return the training split and, if there is one and `held_out` is None, the test split."""
+    """Return the training split and, if there is one and `held_out` is None, the test split. For
+    the arguments see `HuggingFace`."""
     import datasets
 
     saved = any(Path(path, name).exists() for name in ("dataset_dict.json", "state.json"))
@@ -301,14 +313,15 @@ class WebDataset(Pictures):
     """Pictures in tar shards, which `datasets` copies once into its cache.
 
     Args:
-        path: a folder of .tar files, one file, or a pattern, `train-{000..127}.tar` or
-            `train-*.tar`; also a URL that fsspec opens. A sample is a picture and perhaps a label,
-            `.cls`, and a caption, `.txt` or a value in `.json`.
-        num_classes: number of classes; null is the number of words or class names, else the largest
-            label + 1; 0 drops the labels.
-        caption_column: txt, or a key of `.json`; null takes txt, or a key named caption, captions,
-            text or prompt.
-        context: suffix of the files with embeddings, as in `context.npy`, which replace labels.
+        path: a folder of .tar files, a single file, a pattern such as `train-{000..127}.tar` or
+            `train-*.tar`, or a URL that fsspec opens. A sample has a picture, perhaps a label in a
+            .cls file, and perhaps a caption in a .txt file or as a value in a .json file.
+        num_classes: number of classes; 0 drops the labels. null counts the words among the labels;
+            for integers, it is the largest label + 1.
+        caption_column: txt, or a key of the .json file; null takes txt or, without such files, a
+            key named caption, captions, text or prompt.
+        context: suffix of the files with embeddings, such as `context.npy`; they take the place of
+            the labels.
     """
 
     path: str
@@ -338,7 +351,8 @@ class WebDataset(Pictures):
 
 def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
     """Return the shards `files` as a table with a column for each known kind of picture, and with
-    labels as texts. By itself, the library takes its columns from the first five samples alone."""
+    labels as texts. By itself, `datasets` takes only the columns that the first five samples have.
+    Error messages show `path`."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
     from datasets.packaged_modules.webdataset.webdataset import WebDataset as Reader
@@ -382,8 +396,9 @@ def _read_labels(
     num_classes: int | None,
     name: str,
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Return labels int64 [N] and class names; without labels, zeros and (). For `name` and `used`
-    see `find_label_column`."""
+    """Return labels int64 [N] and class names; without labels, zeros and (). `column` is the column
+    of labels; None takes the one that `find_label_column` finds, which explains `used` and `name`.
+    For `num_classes` see `Pictures`."""
     import datasets
 
     if column is None and num_classes != 0:
@@ -403,7 +418,8 @@ def _read_labels(
 
 
 def _picture(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the first cell of a row that has a picture, or None without any."""
+    """Return the picture in a row, {"bytes": …, "path": …}, from the first column that has one;
+    None if no column has."""
     return next((cell for name, cell in row.items() if name != "context" and cell), None)
 
 
@@ -414,8 +430,8 @@ def _source(row: dict[str, Any]) -> Any:
 
 
 def _size_of(table: "datasets.Dataset", name: str) -> tuple[int, int]:
-    """Return the size (H, W) that up to 64 evenly spaced pictures share. Pictures that cannot be
-    opened are skipped here, and reported in training.
+    """Return the size (H, W) of all pictures in a table, read from up to 64 evenly spaced ones.
+    Those that cannot be opened are skipped here, and reported in training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.

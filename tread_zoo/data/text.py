@@ -1,11 +1,11 @@
 """Captions of pictures, and their contexts from a text encoder of transformers (extra `text`).
 
-    context(text) = e(text) - e("")        e: the encoder's last hidden states [T, S], 0 behind the
-                                           end of the text
+    context(text) = e(text) - e("")
 
-So the context of the empty text is all zeros, which is what a network sees where the condition is
-dropped. Nothing is lost: if W is the network's linear map of embeddings, its learned positions
-could add W e("") back.
+e(text) are the encoder's last hidden states [T, S], set to 0 behind the end of the text. So the
+context of the empty text is all zeros, like the context that replaces dropped ones in training. The
+subtraction loses nothing: a network that maps embeddings by a matrix W and then adds learned
+positions could add W e("") back by these.
 
 Dimensions: B texts, T embeddings of width S.
 """
@@ -127,10 +127,11 @@ def load_text_encoder(name: str) -> TextEncoder:
 
 @dataclass(frozen=True)
 class Captions:
-    """The captions of a table's rows, from its only column.
+    """The captions of a table's rows. The table has a single column.
 
-    A cell is a text, a list of texts, whose first is taken, {"path": …} of a text file, or JSON,
-    from which the value of `key` is taken.
+    A cell in it is a text; or a list of texts, of which the first is taken; or {"path": …}, where
+    the path is a text file's. If `key` is set, a cell is a JSON object that has the caption under
+    this key.
     """
 
     table: "datasets.Dataset"
@@ -154,10 +155,17 @@ class Captions:
 def find_captions(
     table: "datasets.Dataset", name: str, column: str | None, used: Collection[str]
 ) -> str | None:
-    """Return the name of a table's caption column: `column`, or the first named as in `COLUMNS`;
-    None without any. `used` are columns with other contents; `name` is the data's, for the log.
+    """Return the name of the column with captions, which is also logged, or None.
 
-    The column is logged. Raises ValueError if there is no such column.
+    Args:
+        table: the table.
+        name: name of the data, for the log.
+        column: the column, if it is known. None takes the first of `COLUMNS` that exists and has
+            texts.
+        used: columns with other contents, in which no captions are sought.
+
+    Raises:
+        ValueError: `column` does not exist.
     """
     if column is not None and column not in table.features:
         raise unknown_name("data.caption_column", column, table.features)
@@ -202,7 +210,7 @@ def caption_shape(
 
 @dataclass(eq=False)
 class CaptionedImages(Dataset[Any]):
-    """Images with the contexts of their captions in the place of labels."""
+    """Images whose items have the contexts of their captions in the place of labels."""
 
     images: Any  # a data set whose items have captions
     numbers: dict[str, int]  # of each caption: its row in `contexts`
@@ -210,8 +218,8 @@ class CaptionedImages(Dataset[Any]):
 
     @property
     def digest(self) -> str:
-        """A digest of images and captions, but not of contexts, which differ a little by
-        hardware."""
+        """Digest of images and captions. Contexts are left out, because they differ a little from
+        one kind of hardware to another."""
         return "" if self.contexts is None else digest_items(replace(self, contexts=None))
 
     def __len__(self) -> int:
@@ -285,9 +293,9 @@ def _caption(part: Any, index: int) -> str:
 
 
 def caption_key(table: "datasets.Dataset", wanted: str | None) -> str:
-    """Return the key under which a table's column `json` has captions: `wanted`, or one named as in
-    `COLUMNS`; "" without any. Raises ValueError if `wanted` is not in the first row that has JSON.
-    """
+    """Return the key under which the JSON objects in a table's column `json` have captions. It is
+    `wanted` or, if that is None, the first of `COLUMNS` that is a key in the first row with JSON;
+    "" if there is none. Raises ValueError if `wanted` is not a key in that row."""
     rows = table["json"] if "json" in table.features else ()
     keys = next((found for text in rows if (found := _object(text))), {})
     if wanted is not None and wanted not in keys:

@@ -61,8 +61,9 @@ class Vae:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and logvar of the latents, float32 [B,C,h,w], for images in [-1, 1]; logvar
-        is None without a distribution. Grey images are repeated to three channels."""
+        """Return mean and logvar of the latents, float32 [B,C,h,w], for images in [-1, 1]. logvar
+        is None if the autoencoder gives no distribution. Grey images are repeated to three
+        channels."""
         images = images.expand(-1, 3, -1, -1)
         if self.is_rae:  # takes [0, 1], and scales latents itself
             return self.network.encode((images + 1) / 2).latent.float() / self.scaling_factor, None

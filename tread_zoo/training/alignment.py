@@ -2,9 +2,10 @@
 
     loss = denoising loss + weight * L,    L = - mean over tokens of cos(project(h_i), f_i)
 
-h_i are the kept tokens after the block. f_i are features of the clean image at the same positions,
-computed in advance (`tread-zoo encode features=…`) and stored with the images. The projection
-is trained with the network. It is not averaged, and sampling does not use it.
+h_i are the tokens after the block, without those that bypass it. f_i are features of the clean
+image at the same positions, computed in advance (`tread-zoo encode features=…`) and stored with the
+images. The projection is trained with the network. It is not averaged, and sampling does not use
+it.
 
     REPA    an MLP projects each token                                      arXiv 2410.06940
     iREPA   projection=conv, normalize=spatial, mean_share=0.6              arXiv 2512.10794
@@ -12,10 +13,12 @@ is trained with the network. It is not averaged, and sampling does not use it.
     HASTE   stop: drops the term after a fraction of training               arXiv 2505.16792
             HASTE's alignment of attention maps (blocks 4 to 7) is not implemented
 
-With `self_flow`, the averaged network is the encoder: f_i are its tokens after a later block, at
-the less noisy of an image's two times, and no features are stored.
+With `self_flow`, the averaged network is the encoder, and no features are stored: f_i are the
+averaged network's tokens after a later block. If an image has two noise levels
+(`objective.second_level_fraction`), the averaged network sees it at the lower one.
 
-Dimensions: B batch, N = h * w tokens, K kept tokens, D width, S channels of features.
+Dimensions: B batch, N = h * w tokens, K tokens that run through the block, D width, S channels of
+features.
 """
 
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ _EPS = 1e-6
 
 
 class Alignment(Protocol):
-    """The interface of registered alignments, except `none`."""
+    """The interface of every registered alignment but `none`."""
 
     weight: float  # factor of the term in the loss
     stop: float  # fraction of training, in (0, 1], after which the term is dropped
@@ -42,11 +45,12 @@ class Alignment(Protocol):
     # after the projection's `teacher_block`, without routes, and `feature_size` is their width.
 
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
-        """Return the network from tokens to features, with weights from torch's global generator.
+        """Return the module that projects tokens and computes the loss L, with weights drawn from
+        torch's global generator. `feature_size` is S.
 
-        Its attribute `block` is the index of the block whose tokens it takes. Its forward takes
-        tokens [B,K,D], ids int64 [B,K] or None for all N, and features float [B,S,h,w] of any grid,
-        and returns L per image, [B]. `feature_size` is S.
+        Its attribute `block` is the index of the block after which the tokens are taken. Its
+        forward takes tokens [B,K,D], their raster positions int64 [B,K] (None: all N), and features
+        float [B,S,h,w] of any grid. It returns L of each image, [B].
         """
 
 
@@ -62,14 +66,14 @@ class REPA:
     """Minus the cosine similarity of projected tokens to stored features of an encoder.
 
     Args:
-        block: align the tokens after this block; counts from 0, negative from the end. auto is a
-            quarter of the depth, the 8th of 28.
+        block: align the tokens after this block; counts from 0, negative from the end. auto is
+            block depth // 4, the 8th of 28.
         weight: factor with which this loss is added to the objective's.
-        projection: mlp, three linear layers with SiLU on each token, or conv, one 3x3 convolution
-            over the grid, with zeros for tokens that bypass the block.
-        normalize: spatial subtracts from each channel of the features `mean_share` of its mean over
-            the image, and divides it by its standard deviation; none leaves the features as they
-            are.
+        projection: mlp (three linear layers with SiLU, on each token) or conv (one 3x3 convolution
+            over the grid, with zeros for tokens that bypass the block).
+        normalize: spatial normalises each channel of the features over the image: it subtracts
+            `mean_share` of the channel's mean, and divides by the channel's standard deviation.
+            none leaves the features as they are.
         mean_share: fraction of the mean that `normalize=spatial` subtracts.
         hidden_size: width of the mlp.
         stop: fraction of training after which this loss is no longer computed.
@@ -131,7 +135,8 @@ class SelfFlow:
     stop: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def build(self, backbone: Backbone, feature_size: int) -> "Projector":
-        """Return the projection to the averaged network's tokens, with `teacher_block` set.
+        """Return the `Projector` to the averaged network's tokens. Its `teacher_block` says after
+        which block of that network they are taken.
 
         Raises:
             ValueError: the backbone has no such block.
@@ -151,13 +156,15 @@ class Projector(nn.Module):
 
     Args:
         layers: a network on tokens [..., D], or a convolution on [B,D,h,w].
-        block: index of the block whose tokens it takes.
+        block: index of the block after which the tokens are taken.
         grid: (h, w) of the backbone.
-        mean_share: normalise each channel of the features: subtract this fraction of its mean over
-            the image, and divide by its standard deviation; None: do neither.
+        mean_share: fraction of a channel's mean over the image that is subtracted from the
+            features; they are then divided by the channel's standard deviation. None leaves them as
+            they are.
 
     Attributes:
-        teacher_block: block of the averaged network whose tokens are the features, or None.
+        teacher_block: index of the block of the averaged network whose tokens are the features, or
+            None if features are stored.
     """
 
     teacher_block: int | None = None

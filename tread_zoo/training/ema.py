@@ -1,13 +1,14 @@
 """Averages of the weights, in float32.
 
     average_k = average_(k-1) + (1 - d_k) (weights_k - average_(k-1))          k = 1, 2, …
-    d_k = min(decay, (1 + k) / (10 + k))    exponential: forgets the first steps faster; or
-    d_k = decay                             exponential without `training.ema_warmup`
+    d_k = decay                             exponential, with `training.ema_warmup=false`
+    d_k = min(decay, (1 + k) / (10 + k))    exponential, which forgets the first steps sooner
     d_k = (1 - 1/k)^p                       power function (EDM2, arXiv 2312.02696, section 3)
 
-After t steps a power-function average weighs step k by (k^p - (k-1)^p) / t^p: its profile over time
-is p τ^(p-1) / t^p on [0, t]. The profile's standard deviation is `width` times t (`sigma_rel` in
-the paper, whose gamma is p - 1). `tread_zoo.runs.posthoc_ema` computes other widths from two.
+After t steps, step k has the weight (k^p - (k-1)^p) / t^p in a power-function average. As a density
+over times τ in [0, t], this profile is p τ^(p-1) / t^p. Its standard deviation is `width` times t,
+and p follows from `width` (`sigma_rel` in the paper, whose gamma is p - 1). From averages of two
+widths, `tread_zoo.runs.posthoc_ema` computes averages of other widths.
 
 `torch.optim.swa_utils.AveragedModel` is not used: its first update copies the weights instead of
 averaging, and it deep-copies the network, which fails for networks sharded by FSDP2.
@@ -29,8 +30,8 @@ class WeightAverage:
 
     Args:
         network: the trained network, before it is sharded.
-        decay: function from step k to d_k: `exponential_decay` or `power_decay`. At d_k = 0 the
-            copy equals the weights.
+        decay: function from step k to d_k, made by `exponential_decay` or `power_decay`. Where d_k
+            is 0, the averages become equal to the weights.
     """
 
     def __init__(self, network: Backbone, decay: Callable[[int], float]) -> None:
@@ -41,7 +42,8 @@ class WeightAverage:
         self._slices: dict[str, Tensor] = {}  # this rank's, by name, if weights are sharded
 
     def to(self, device: torch.device, network: nn.Module) -> None:
-        """Move the averages to `device`, or shard them if the weights of `network` are sharded."""
+        """Move the averages to `device`. If the weights of `network` are sharded, shard the
+        averages in the same way instead."""
         for name, weight in network.named_parameters():
             if is_sharded(weight):
                 self._slices[name] = slice_like(self.network.get_parameter(name), weight)
@@ -51,7 +53,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, network: nn.Module, step: int, skipped: Tensor | None = None) -> None:
         """Update the averages with the weights of `network` after optimizer step `step`, counted
-        from 1. Nothing changes if `skipped`, a number on their device, is 1.0."""
+        from 1. `skipped` is a number on the averages' device; if it is 1.0, nothing changes."""
         averages: Sequence[Tensor] = list(self._slices.values()) or list(self.network.parameters())
         weights = list(network.parameters())
         # average -= (1 - decay) (average - weights): SGD with the weights as negated gradient and a
@@ -64,8 +66,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def full_network(self, device: torch.device) -> Backbone:
-        """Return the averaged network on `device`. If it is sharded, every rank must call this, and
-        `release` frees its memory."""
+        """Return the averaged network on `device`. If the averages are sharded, every rank must
+        call this, and `release` frees the memory of the whole network."""
         for name, part in self._slices.items():
             self.network.get_parameter(name).copy_(full_tensor(part))
         return self.network.to(device)
@@ -77,8 +79,8 @@ class WeightAverage:
 
 
 def exponential_decay(decay: float, *, warmup: bool = True) -> Callable[[int], float]:
-    """Return the function k -> d_k of the exponential average: with `warmup`, d_k grows up to
-    `decay`; without, it is `decay`."""
+    """Return the function k -> d_k of the exponential average. With `warmup`, d_k grows up to
+    `decay`; without, it is `decay` from the start."""
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 

@@ -83,10 +83,11 @@ class Log:
 
     Args:
         state: the state at the start or after a resume.
-        locked_folder: returns the run's folder, see `open_folder`.
-        precision: a resolved precision, see `tread_zoo.runtime`.
-        step_flops: (network, routing method) -> FLOPs per image by stage; see `loop.step_flops`.
-        early: the log records so far.
+        locked_folder: function that returns the run's folder, see `open_folder`.
+        precision: fp32, bf16 or fp16.
+        step_flops: function that takes a network and perhaps a routing method, and returns the
+            FLOPs per image in each stage of the run; see `loop.step_flops`.
+        early: the log records from before train.log exists.
     """
 
     def __init__(
@@ -302,9 +303,9 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
-        """Return whether samples are due after a step, and whether a score is, other than the one
-        at the end. If the run was `resumed` at this step, only what is missing is due. Every rank
-        must call this."""
+        """Return whether samples are due after `step`, and whether a score is. The score at the end
+        of the run does not count. If the run was `resumed` at this step, only what the run's files
+        lack is due. Every rank must call this."""
         training, last = self.setup.training, step == self.setup.num_steps
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)
@@ -318,7 +319,7 @@ class Log:
         return samples, score
 
     def _has_samples(self, step: int) -> bool:
-        """Return whether the run's files show that `samples` was completed after a step."""
+        """Return whether the files show that the method `samples` was completed after `step`."""
         if self.setup.data.held_out is None:
             return self._grid(step).exists()
         rows = read_metrics(self.folder)

@@ -109,8 +109,8 @@ def train(**fields: Unpack[RunFields]) -> Path:
 def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
     """Train from `state.step` to the last step, with metrics, samples and checkpoints.
 
-    The host queues steps without waiting for them. It checks losses and signals where it has to
-    wait anyway; several processes also check every few steps.
+    Steps are queued on the device. Losses and signals are checked where the host has to wait for
+    the device anyway and, if there are several processes, also every few steps.
     """
     setup, training, accelerator = state.setup, state.setup.training, state.accelerator
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
@@ -172,9 +172,9 @@ def sample_and_score(
 
 
 def check_steps(state: TrainState, window: Window, received: Mapping[int, float]) -> int:
-    """Wait for the queued steps, check the losses and gradients in `window`, and return the
-    strongest signal that any rank received, or 0. `received` has the signals of this process as
-    keys. Every rank must call this, and gets the same value.
+    """Wait for the queued steps, check the losses and gradients in `window`, and return the signal
+    of the highest priority that any rank received, or 0. The keys of `received` are the signals of
+    this process. Every rank must call this, and gets the same value.
 
     Raises:
         FloatingPointError: the loss of a rank or the gradient was not finite in a step of the
@@ -252,8 +252,8 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
 def _step_unless(state: TrainState, skipped: Tensor) -> None:
     """Step the optimizer, unless `skipped` is 1.0.
 
-    Torch's fused optimizers skip a step on the device if `found_inf` is 1.0; the scaler of fp16
-    sets it. For other optimizers the host waits for the number.
+    Torch's fused optimizers skip a step on the device if their `found_inf` is 1.0; in fp16 the
+    scaler sets it. For other optimizers the host waits for `skipped`.
     """
     if state.accelerator.scaler is None:
         if getattr(state.optimizer, "_step_supports_amp_scaling", False):
@@ -271,10 +271,10 @@ def _teacher(state: TrainState) -> Backbone | None:
 
 
 class Drawn(NamedTuple):
-    """What one rank's loss of a micro-step is computed from: images x [B,C,H,W] in the model's
-    range; labels or contexts y (some dropped), or None; the objective's noise and noise levels,
-    `draw`; the routing method's choice, `routes`; and an encoder's features [B,S,h,w] of x,
-    mirrored where x is, or None."""
+    """What the loss of one rank's micro-step is computed from. x: images [B,C,H,W] in the model's
+    range. y: their labels or contexts, some of them dropped, or None. draw: the objective's noise
+    and noise levels. routes: what the routing method chose. features: an encoder's features
+    [B,S,h,w], mirrored where x is, or None."""
 
     x: Tensor
     y: Tensor | None
@@ -347,8 +347,8 @@ def step_loss(
 def _features_of(
     teacher: Backbone, setup: Setup, x: Tensor, y: Tensor | None, draw: Draw
 ) -> Tensor:
-    """Return the teacher's tokens [B,D,h,w] after the block `teacher_block`, for the images x with
-    noise at the lowest of the levels that `draw` has for an image."""
+    """Return the tokens [B,D,h,w] of `teacher` after its block `teacher_block`, for x with noise.
+    An image whose tokens have two noise levels in `draw` has the lower one everywhere."""
     each, projector = draw.token_levels, setup.projector
     level = draw.level if each is None else each.amin(dim=1)
     objective, tokens = setup.objective, torch.empty(0)
@@ -371,14 +371,14 @@ def draw_step(
     """Return what the loss of a micro-step is computed from, with its random choices.
 
     The random numbers of image i depend only on (seed, step, i), with i counted over all ranks. A
-    rank draws them for its own images, so images get the same numbers on any number of ranks.
-    Whether and how much is routed, and whether paths are dropped, depends on the optimizer step
-    alone: skipping saves time only if no rank waits for another.
+    rank draws them for its own images, so images get the same numbers on any number of ranks. Which
+    blocks are routed or skipped, and how many tokens run through them, depend on the optimizer step
+    alone: if ranks differed, the faster ones would wait for the others.
 
     Args:
         setup: the parts of the run.
         batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
-            contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on.
+            contexts [B,T,S] and, if the alignment takes stored features now, these [B,K,S,h,w].
         step: the micro-step, from 0 over the whole run.
         rank: rank of this process, which has part `rank` of the step's batch.
         device: device of the weights and of the numbers.
@@ -407,8 +407,8 @@ def draw_step(
 
 
 def _draw(setup: Setup, shape: Sequence[int], generator: Mapping[str, ImageGenerator]) -> Draw:
-    """Return the objective's noise and noise levels for images of `shape` [B,C,H,W], drawn from the
-    generators by purpose; with a second level, also the levels of tokens."""
+    """Return the objective's noise and noise levels for images of `shape` [B,C,H,W]; with a second
+    level, also the level of each token. `generator` has a generator for each of `PURPOSES`."""
     draw = setup.objective.draw(shape, generator["noise"])
     if getattr(setup.objective, "second_level_fraction", 0):
         levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
@@ -431,13 +431,13 @@ def step_flops(
     setup: Setup, network: Backbone, routing: Method | None = None
 ) -> list[tuple[range, float]]:
     """Return (steps, FLOPs per image) for each stage of a run, in which all steps cost the same.
-    Counted is a step's whole loss with its gradient, including further passes, a teacher and the
-    alignment's projection.
+    The FLOPs are those of a step's whole loss and its gradient. They include additional passes,
+    those of a teacher, and the alignment's projection.
 
     Args:
         setup: the run.
         network: the network whose passes are counted.
-        routing: the routing method instead of the run's.
+        routing: the routing method; None: the run's.
     """
     stages, stop = [], setup.aligned_steps
     for aligned, part in ((True, range(stop)), (False, range(stop, setup.num_steps))):

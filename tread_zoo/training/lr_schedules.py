@@ -48,7 +48,7 @@ class Constant:
         return self.after((step - warmup) / max(1, num_steps - warmup))
 
     def after(self, progress: float) -> float:
-        """Return the factor at a progress of 0 … 1 after the warm-up."""
+        """Return the factor at the fraction `progress` of the steps after the warm-up."""
         return 1.0
 
 

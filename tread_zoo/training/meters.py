@@ -27,7 +27,8 @@ _ASIDE = r"NVIDIA|AMD Instinct|GeForce|Generation|SXM\d|\d+GB|HBM\d\w?"  # ignor
 
 @contextmanager
 def timed(state: TrainState, name: str) -> Iterator[None]:
-    """Add the duration of the `with` block to `state.seconds[name]`; `training` includes `data`."""
+    """Add the seconds that the `with` block takes to `state.seconds[name]`. Blocks may be nested:
+    the seconds of `training` include those of `data`."""
     began = time.perf_counter()
     try:
         yield

@@ -15,8 +15,9 @@ from tread_zoo.training.sharding import full_tensor, slice_like
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that hold the state: those in attributes of `optimizer`, or in lists
-    there; without any, `optimizer` itself."""
+    """Return the optimizers that hold the state. For an optimizer that wraps others in its
+    attributes, or in lists there, these are the wrapped ones; for any other, it is `optimizer`
+    itself."""
     inner = []
     for value in vars(optimizer).values():
         for each in value if isinstance(value, list | tuple) else (value,):
@@ -28,10 +29,17 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the state of an optimizer in two parts: the tensors, unsharded, keyed
-    `<parameter>|<name>`; and for each of `inner_optimizers` the other values, {"state": {key:
-    value}, "groups": [{option: value}]}. `parameters` has all trained ones by name. Every rank must
-    call this."""
+    """Return the state of an optimizer: its tensors, and a list of all other values. Every rank
+    must call this.
+
+    The tensors are unsharded and on the CPU; their keys are `<parameter>|<name>`. The list has
+    {"state": {key: value}, "groups": [{option: value}]} for each of `inner_optimizers`: values with
+    keys of the same form, and the options of each parameter group.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: all trained parameters, by name.
+    """
     tensors: dict[str, Tensor] = {}
     plain: list[Any] = []
     for inner in inner_optimizers(optimizer):
@@ -58,9 +66,9 @@ def load_optimizer_state(
     *,
     with_groups: bool,
 ) -> None:
-    """Load `tensors` and `plain`, the result of `optimizer_state`; each rank loads its slices. With
-    `with_groups`, parameter groups get their saved options; without, they keep those with which the
-    optimizer was built."""
+    """Load `tensors` and `plain`, the result of `optimizer_state`; each rank loads its slices. If
+    `with_groups` is set, the parameter groups get their saved options; otherwise they keep the
+    options with which the optimizer was built. `parameters` has all trained parameters by name."""
     for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
         numbers = {name: number for number, name in enumerate(_names(inner, parameters))}
         content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)

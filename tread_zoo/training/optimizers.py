@@ -115,13 +115,15 @@ class Muon:
 
 
 def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
-    """Return, for each parameter that Muon trains, by name, how many rows each matrix in it has.
+    """Return the names of the parameters that Muon trains, each with the number of rows of every
+    matrix in the parameter.
 
-    A parameter [.., rows, columns] may be several matrices, one below the other: `qkv` is three, a
-    single matrix has the sizes (rows,). Leading dimensions are stacked along the rows.
+    A parameter [.., rows, columns] may be several matrices, one below the other: a `qkv` of width D
+    has (D, D, D), a single matrix has (rows,). Leading dimensions are stacked along the rows.
 
     Muon trains the linear layers of the blocks, and the parameters that a module of a block lists
-    in `fused_rows`, {parameter name: sizes}. Embeddings, positions and heads are left to AdamW.
+    in `fused_rows`, {parameter name: numbers of rows}. Embeddings, positions and heads are left to
+    AdamW.
     """
     matrices: dict[str, tuple[int, ...]] = {}
     for path, module in backbone.blocks.named_modules(prefix="blocks"):
@@ -134,9 +136,9 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
 
 
 def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[str]:
-    """Return the names of the parameters without weight decay. They have the attribute
+    """Return the names of the parameters without weight decay: those that have the attribute
     `_no_weight_decay`, as in fla and mamba. If only matrices are decayed, biases, other vectors and
-    embeddings (parameters of `nn.Embedding` or the backbone itself) are among them."""
+    embeddings (parameters of `nn.Embedding` or of the backbone itself) are added."""
     spared = set()
     for path, module in backbone.named_modules():
         embeds = module is backbone or isinstance(module, nn.Embedding)
@@ -151,9 +153,9 @@ def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[s
 def _split(
     parameters: Mapping[str, Tensor], spared: Collection[str], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups: first the `spared` parameters, without weight decay; last all
-    others, a group that further parameters join. The first is left out if it is empty or nothing
-    decays."""
+    """Return AdamW's parameter groups: first the parameters named in `spared`, without weight
+    decay, then all others with it. If there are none to spare, or `weight_decay` is 0, all
+    parameters are in one group."""
     first = [p for name, p in parameters.items() if weight_decay and name in spared]
     rest = [p for name, p in parameters.items() if not weight_decay or name not in spared]
     groups = [{"params": first, "weight_decay": 0.0}] if first else []
@@ -161,20 +163,22 @@ def _split(
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for the rest. Of a parameter that is several matrices, such as
-    `qkv`, each is stepped by itself.
+    """Muon for matrices, AdamW for the rest. If a parameter consists of several matrices, as `qkv`
+    does, each of them is orthogonalised by itself.
 
-    It computes what `torch.optim.Muon` does, but steps matrices of one shape together: a network
-    has hundreds of matrices and a few shapes. Momentum is sharded like its parameter (FSDP2).
-    Sharded matrices are gathered, up to `STACKED` numbers at a time, and every rank computes with
-    the whole. A step changes nothing if the attribute `found_inf` is 1.0, as with torch's fused
-    optimizers.
+    Muon's results are those of `torch.optim.Muon`, but matrices of one shape are stepped together:
+    a network has hundreds of matrices and a few shapes. Momentum is sharded like its parameter
+    (FSDP2). Sharded matrices are gathered, up to `STACKED` numbers at a time, and every rank
+    computes with the whole. A step changes nothing if the attribute `found_inf` is 1.0, as with
+    torch's fused optimizers.
 
     Args:
         parameters: all trained parameters, by name.
-        matrices: by name, the rows of each matrix in a parameter; see `hidden_matrices`.
-        muon, adamw: options of torch's optimizers. Muon's parameter groups come first, one for each
-            value of `matrices`, which it has as `row_sizes`; AdamW's groups follow.
+        matrices: number of rows of every matrix in a parameter, by the parameter's name; see
+            `hidden_matrices`.
+        muon, adamw: options of torch's optimizers. Muon's parameter groups come first: one for each
+            different value of `matrices`, which the group has as `row_sizes`. AdamW's groups
+            follow.
         spared: names of parameters that AdamW does not decay.
     """
 

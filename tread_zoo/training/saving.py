@@ -48,7 +48,8 @@ def save_state(state: TrainState, folder: Path) -> None:
 
 
 def save_snapshot(state: TrainState, folder: Path) -> None:
-    """Save the averages of `TRACKED_WIDTHS`, from which those of other widths are computed."""
+    """Save the averages of the widths in `TRACKED_WIDTHS`, from which averages of other widths can
+    be computed."""
     with timed(state, "saving"):
         parts = _gather(state, {k: v for k, v in state.averages.items() if k in TRACKED_WIDTHS})
         if state.accelerator.is_main_process:
@@ -56,8 +57,9 @@ def save_snapshot(state: TrainState, folder: Path) -> None:
 
 
 def _gather(state: TrainState, averages: dict[str, WeightAverage]) -> dict[str, dict[str, Tensor]]:
-    """Return the unsharded weights of each average, by name, on the CPU; on other ranks than 0 they
-    are left out. One average is gathered at a time."""
+    """Return the unsharded weights of each average on the CPU, by the names of average and weight.
+    On ranks other than 0, an average has no weights. One average is gathered at a time. Every rank
+    must call this."""
     parts, accelerator = {}, state.accelerator
     for part, average in averages.items():
         whole = average.full_network(accelerator.device).state_dict()

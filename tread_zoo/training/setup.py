@@ -353,7 +353,8 @@ def to_devices(
 
 
 def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load the optimizer, fp16's scaler, the step and the seconds spent from a checkpoint."""
+    """Load from a checkpoint the step, the seconds spent, and the state of the optimizer and of
+    fp16's scaler. An optimizer of another kind than the checkpoint's starts without a state."""
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
     if before["name"] == now["name"]:  # another optimizer starts fresh
@@ -376,8 +377,8 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
 
 def compile_blocks(network: Backbone) -> None:
     """Compile each block in place, at its first call; blocks of one kind share their graphs. The
-    batch size is dynamic from the start, the number of tokens from its second value on, so a new
-    batch size or a scheduled rate does not recompile."""
+    batch size is dynamic from the start, the number of tokens from its second value on. So blocks
+    are not compiled anew for every batch size, or for every rate of a routing schedule."""
     config = torch._dynamo.config
     # Blocks of all kinds (with or without a skip, routed or dense) share one cache.
     config.recompile_limit = max(config.recompile_limit, 8 * network.num_blocks)

@@ -33,8 +33,8 @@ def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def sharding_requested() -> bool:
-    """Return whether `accelerate launch` requests FSDP, in its file or by `--use_fsdp`. Settings in
-    its `fsdp_config` that we would ignore raise a `ValueError`."""
+    """Return whether `accelerate launch` requests FSDP, in its configuration file or by
+    `--use_fsdp`. Raises ValueError for settings of FSDP that would be ignored here."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False
     for name, works, remedy in (
@@ -52,9 +52,10 @@ def shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
     """Shard the weights of all modules over all ranks, in place. The first module is the network,
     whose blocks are sharded one by one.
 
-    If autocast casts all weights of a block, the block is gathered in `dtype`, with equal results.
-    Norms, and the rates and steps of scans, need float32. Gradients are reduced in float32.
-    accelerate's own plugin is not used: it finds blocks by class names and does not support CPUs.
+    A block whose weights are all cast by autocast is gathered in `dtype`, with equal results. A
+    block with norms, or with rates and steps of scans, is gathered in float32. Gradients are
+    reduced in float32. accelerate's own plugin is not used: it finds blocks by class names and does
+    not support CPUs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

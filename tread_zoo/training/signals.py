@@ -40,9 +40,9 @@ class Stopped(SystemExit):
 
 
 def requeue_from_the_start() -> None:
-    """Let SIGUSR1 and SIGUSR2 end the process with status 75 (see the module), not Python's, until
-    `StopSignals` takes over. Until `imported` is called, Ctrl-C ends the process with one line,
-    because an interrupted import may raise any exception."""
+    """Let SIGUSR1 and SIGUSR2 end the process with status 75 until `StopSignals` takes over; Python
+    would end it with another status. Until `imported` is called, Ctrl-C ends the process with one
+    line of text, because an interrupted import may raise any exception."""
     for number in REQUEUE_SIGNALS:
         signal.signal(number, _requeue)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -91,8 +91,9 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, max_time_s: float | None = None) -> Iterator[None]:
-        """Record signals in `received`, and a SIGUSR1 after `max_time_s`. A second SIGINT or
-        SIGTERM, some seconds after the first, acts at once."""
+        """Record signals in `received` instead of obeying them. If `max_time_s` is set, a SIGUSR1
+        is recorded after that many seconds. A second SIGINT or SIGTERM, more than `REPEAT_SECONDS`
+        after the first, acts at once. At the normal end of the block, recorded signals act, too."""
         self._handle(SIGNALS, self._record)
         timer = threading.Timer(max_time_s or 0, self._record, (signal.SIGUSR1, None))
         timer.daemon = True
