@@ -1,4 +1,7 @@
-"""Backbones that combine a shell and a mixer, and the registered sizes of all backbones."""
+"""Backbones made of a mixer of tokens and a shell, and the registered sizes of all backbones.
+
+A shell is all the rest: embeddings, norms, modulation, MLPs, skips and head (`backbones.shells`).
+"""
 
 from typing import Any
 
@@ -24,7 +27,8 @@ from tread_zoo.registry import register_backbone
 
 
 class DiTBlock(AdaLNBlock):
-    """An `AdaLNBlock` that owns the attention's layers directly, as named in DiT's checkpoints."""
+    """An `AdaLNBlock` with attention. It has the attention's layers as its own, without a `mixer`
+    between, so that their names are those of DiT's checkpoints."""
 
     def set_mixer(self, mixer: Mixer) -> None:
         self.qkv, self.proj = mixer.get_submodule("qkv"), mixer.get_submodule("proj")
@@ -58,7 +62,7 @@ class Mamba(ScanBackbone):
 
 
 class Mamba2(ScanBackbone):
-    """State-space duals (arXiv 2405.21060) in the shell of DiS: depth + 1 blocks."""
+    """State-space duals in both directions (arXiv 2405.21060) in the shell of DiS."""
 
     mixer = BidirectionalSSD
 

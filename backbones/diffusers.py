@@ -45,14 +45,15 @@ class Kind:
     """How a transformer class of diffusers is built and called.
 
     Args:
-        small: default sizes for what `config` leaves out: 12 blocks of width 64. Checkpoints rely
-            on them.
-        given: its keywords that the data and patch size set -> name of the size, see `_complete`.
-        text, pooled: its keywords for the width of text tokens and of a pooled text vector.
-        joint: whether blocks change the text, too, and return it first.
-        packed: whether it takes patches [B, N, C * p * p] and positions instead of images.
-        rotary: whether blocks take a table of positions.
-        time_scale: factor on t for the class.
+        small: default configuration, 12 blocks of width 64. Checkpoints rely on it.
+        given: keyword of the class -> name of its value in `Diffusers._complete`, for keywords that
+            follow from the data, the patch size and the width.
+        text, pooled: the class's keywords for the width of text tokens and of a pooled text vector;
+            None if it takes none.
+        joint: whether the blocks change the text tokens, too, and return them before the image's.
+        packed: whether the class takes patches [B, N, C * p * p] and positions, not images.
+        rotary: whether the blocks take a table of positions.
+        time_scale: factor by which t is multiplied for the class.
     """
 
     small: Mapping[str, Any]
@@ -107,7 +108,12 @@ Name = Literal[
 
 
 class Condition(NamedTuple):
-    """Keyword arguments: for the blocks, by the name of their list, and for the whole network."""
+    """What `embed` hands on to the blocks and the head.
+
+    Args:
+        of_lists: keyword arguments for the blocks, by the name of the blocks' list.
+        of_network: keyword arguments for the class's own forward.
+    """
 
     of_lists: dict[str, dict[str, Any]]
     of_network: dict[str, Any]
@@ -118,12 +124,13 @@ class _Stopped(Exception):
 
 
 class _Pass:
-    """A run of the forward of a class of diffusers in which no block runs.
+    """A forward pass of a class of diffusers in which no block runs; `calls` collects the arguments
+    that each list of blocks gets.
 
     Args:
-        lists: names of the class's lists of blocks.
+        lists: names of the class's lists of blocks, in order.
         joint: see `Kind`.
-        end: the tokens that the last list returns, by name; None: stop at that list.
+        end: what the last list returns, by argument name; None: the pass ends at that list.
     """
 
     def __init__(self, lists: list[str], joint: bool, end: Mapping[str, Tensor] | None) -> None:
@@ -131,7 +138,13 @@ class _Pass:
         self.calls: dict[str, dict[str, Any]] = {}
 
     def run(self, index: None, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the output of a whole list of blocks; called by the list's stand-in, `Call`."""
+        """Return the tokens that come out of a list of blocks: `end` for the last list, otherwise
+        the tokens that went in. A `Call`, the stand-in for the list, calls this with the list's
+        arguments.
+
+        Raises:
+            _Stopped: this is the last list, and `end` is None.
+        """
         named = kwargs | ({"hidden_states": args[0]} if args else {})
         self.calls[self.lists[len(self.calls)]] = named
         if len(self.calls) == len(self.lists):
@@ -188,7 +201,8 @@ class Diffusers(Backbone):
         self._remove_idle()
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `config` with all sizes that the class needs. Raises ValueError if it is wrong."""
+        """Return the class's whole configuration: `config`, our defaults, and values that follow
+        from the data. Raises ValueError for options that do not fit the class or our training."""
         cls, kind, square = self.cls, self.kind, self.patch_size**2
         known = inspect.signature(_class(cls).__init__).parameters.keys() - {"self"}
         for key, value in config.items():
@@ -222,7 +236,7 @@ class Diffusers(Backbone):
         return whole | {key: sizes[size] for key, size in kind.given.items()}
 
     def _remove_idle(self) -> None:
-        """Remove random dropout, and weights on which no output depends."""
+        """Switch off the class's own label dropout, and remove weights that no output needs."""
         each: Any
         for each in self.modules():
             if hasattr(each, "dropout_prob"):  # label dropout, which our training does itself
@@ -232,7 +246,8 @@ class Diffusers(Backbone):
             attention.add_q_proj, attention.norm_added_q = nn.Identity(), None
 
     def arguments(self, x: Tensor, t: Tensor, y: Tensor | None) -> dict[str, Any]:
-        """Return the keyword arguments of the class's own forward."""
+        """Return the keyword arguments of the class's own forward for images x, times t [B] and
+        labels y [B]; None stands for null labels."""
         kind, batch, device = self.kind, len(x), x.device
         labels = torch.full((batch,), self.null_label, device=device) if y is None else y
         given: dict[str, Any] = {"hidden_states": x, "timestep": kind.time_scale * t}
@@ -253,8 +268,11 @@ class Diffusers(Backbone):
         return given
 
     def _run(self, arguments: Mapping[str, Any], end: Mapping[str, Any] | None) -> Any:
-        """Return the output of the class's forward if its blocks return the tokens `end`. If `end`
-        is None, return the arguments of the first block of each list, by the list's name."""
+        """Run the class's forward on `arguments`, without its blocks.
+
+        Return the output that follows if the blocks return the tokens `end`, by argument name. If
+        `end` is None, return the arguments of each list's first block, by the list's name.
+        """
         first = {name: self.blocks[at] for at, (name, i) in enumerate(self.place_of) if i == 0}
         run: Any = _Pass(list(first), self.kind.joint, end)
         self.network.__dict__.update({n: [Call(run, None, b)] for n, b in first.items()})
@@ -281,7 +299,8 @@ class Diffusers(Backbone):
         return (tokens,), Condition(of_lists, arguments)
 
     def _tokens(self, stream: Tensor) -> dict[str, Tensor]:
-        """Return the tokens of a stream [B, T + K, D] under the blocks' argument names."""
+        """Return the text and image tokens in `stream` [B, T + K, D] by the names of the blocks'
+        arguments. Text that the blocks do not change is not in the stream."""
         text, tokens = stream.tensor_split([self.num_extra_tokens], dim=1)
         named = {"hidden_states": tokens}
         return {**named, "encoder_hidden_states": text} if self.kind.joint else named
@@ -316,7 +335,7 @@ class Diffusers(Backbone):
         network, state = _class(self.cls)(**self.class_config), dict(self.network.state_dict())
         for (name, i), block in zip(self.place_of, self.blocks, strict=True):
             state |= {f"{name}.{i}.{key}": value for key, value in block.state_dict().items()}
-        network.load_state_dict(state, strict=False)  # removed weights keep their start
+        network.load_state_dict(state, strict=False)  # removed weights keep their initial values
         return network.to(next(self.parameters()))
 
 

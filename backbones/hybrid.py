@@ -1,16 +1,16 @@
 """Hybrids: blocks of several kinds in a repeated pattern, such as linear attention with softmax
 attention in some blocks (Kimi Linear, arXiv 2510.26692; Qwen3-Next; Dimba, 2406.01159).
 
-    pattern="gated_deltanet:3,attention:1"    three blocks of delta rules, one of attention, again
+    pattern="gated_deltanet:3,attention:1"    three blocks of delta rules, then one of attention
     pattern=[{"name": "gated_deltanet", "repeat": 3, "per_channel": True}, {"name": "attention"}]
 
-A name is any registered backbone with a mixer, also from a plug-in; `attention` is the mixer of
-`lightning_dit`. The shell is LightningDiT's, and every block has SwiGLU. A mixer has H heads, the
-options given in the list, and otherwise its defaults. With attention only, this is
-`lightning_dit`.
+The pattern is repeated up to the depth. A name is any registered backbone with a mixer, also from a
+plug-in; `attention` is the mixer of `lightning_dit`. The shell is LightningDiT's, and every block
+has SwiGLU. Every mixer has H heads; its other options are those in the list, or its defaults. With
+attention only, this is `lightning_dit`.
 
-All RWKV-7 blocks share the first value v_1 of the first of them. If a route contains that block, it
-is zero for bypassed tokens.
+All RWKV-7 blocks share v_1, the values of the first of them. If a route contains that first block,
+v_1 is zero for tokens that bypass the route.
 
 D width, H heads.
 """
@@ -29,7 +29,7 @@ Pattern = str | list[dict[str, Any]]
 
 
 def find_mixer(name: str) -> type[Mixer]:
-    """Return the mixer's class of the registered backbone `name`, or of `name`_tiny.
+    """Return the mixer class of the backbone that is registered as `name` or `name`_tiny.
 
     Raises:
         ValueError: there is no such backbone, or it has no mixer.
@@ -81,8 +81,9 @@ class Hybrid(LightningBackbone):
     """Blocks of LightningDiT whose mixers follow a pattern, such as delta rules and some attention.
 
     Args:
-        pattern: mixers, their options and numbers of blocks, repeated up to the depth.
-        num_heads: heads H of every mixer; hidden_size D must be divisible by 4 H.
+        pattern: mixers and their numbers of blocks, as in gated_deltanet:3,attention:1, or a list
+            that also has the mixers' options; repeated up to the depth.
+        num_heads: number of heads of every mixer, H; hidden_size D must be divisible by 4 H.
     """
 
     default_selector: ClassVar[str] = "rows"

@@ -49,9 +49,9 @@ class RWKVBlock(nn.Module):
 
 
 class RWKV(AdaLNBackbone):
-    """Diffusion-RWKV (arXiv 2404.04478): block i of the first half gives a skip to block depth-1-i.
+    """Diffusion-RWKV (arXiv 2404.04478), with long skips from block i to block depth - 1 - i.
 
-    The default route, [3, -3), has both ends of a skip or none. `mixers.wkv` has more options.
+    For every skip, the default route [3, -3) contains both blocks or neither.
 
     Args:
         depth: number of blocks, odd: the middle one has no skip.

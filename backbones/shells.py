@@ -7,8 +7,8 @@ A backbone is a shell and a mixer:
         mixer = BidirectionalGLA
 
 Its options are the keywords of the shell, of the mixer and of the MLP: `inspect.signature(GLA)`
-lists them, and any other keyword is an error. The mixer declares what blocks depend on, the default
-selector, and its own initial weights.
+lists them, and any other keyword is an error. The mixer declares the default selector, its own
+initial weights, and what a block depends on besides the values of the tokens.
 
 The shell of DiT (arXiv 2212.09748), adaLN-Zero:
 
@@ -19,7 +19,7 @@ The shell of DiT (arXiv 2212.09748), adaLN-Zero:
 
 The shell of LightningDiT (arXiv 2501.01423) has RMSNorm in place of LayerNorm and SwiGLU in place
 of the MLP. In both, t may be [B, N], a time per token, which gives a condition per token. Fixed 2-D
-sines or learned positions are added to the patches once, and routed tokens carry them.
+sines or learned positions are added to the patches once, before the first block.
 
 The shell of DiS (arXiv 2402.05608):
 
@@ -39,9 +39,10 @@ shells of DiT and LightningDiT attends to it after its mixer, as in PixArt-α (a
 where the last Linear starts at 0. The mean is added to c as well. PixArt-α uses q = Linear(x)
 without the norm, and adds no mean.
 
-All streams of a token are routed together: both streams of DiS, and the first values that mixers
-share, a stream [B, K, V] that is zero until a mixer sets it. If a route contains that mixer,
-bypassed tokens keep zeros.
+What goes from block to block may be several tensors, called streams. In DiS they are delta and
+residual. With mixers that share values (see `Mixer`), a second stream [B, L, V] has these values;
+it is zero until the first of these mixers sets it. Routes keep or drop all streams of a token
+together. If a route contains the mixer that sets the values, they stay zero for bypassed tokens.
 
 B batch, E extra tokens, K tokens present, N tokens of the full grid, L = E + K, D width.
 """
@@ -89,14 +90,14 @@ class CheckedInit(ABCMeta):
 
 
 class Shell(Backbone, metaclass=CheckedInit):
-    """Base of shells, which make a backbone of a mixer, perhaps an MLP, and their options.
+    """Base of shells: a subclass with a `mixer` and perhaps an `mlp` is a whole backbone.
 
     A subclass's constructor takes its own keywords and passes **options on.
 
     Args:
         input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
         hidden_size: width D of the tokens.
-        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        time_scale: factor on t in its sinusoidal embedding; 1000 suits noise labels of order 1.
         num_registers: number of learned extra tokens, which routes never drop (arXiv 2309.16588).
         options: options of the mixer and of the MLP.
 
@@ -146,7 +147,8 @@ class Shell(Backbone, metaclass=CheckedInit):
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
 
     def make_part(self, part: type[Any], index: int, **options: Any) -> Any:
-        """Return a `part` (a class of mixers or MLPs) for block `index`, made with its options."""
+        """Return an instance of `part`, the class of a mixer or MLP, for block `index`. It gets the
+        backbone's options that its constructor names; `options` take precedence."""
         names = read_keywords(part)
         given = {**self.options, **options, "hidden_size": self.hidden_size}
         given = {"index": index, **given, "grid": self.grid}
@@ -184,7 +186,7 @@ class Shell(Backbone, metaclass=CheckedInit):
         self.final.zero()
 
     def init_linears(self) -> None:
-        """Draw the linear layers uniformly from ±1 / sqrt(fan in); biases are 0."""
+        """Draw the linear layers uniformly within ±1 / sqrt(fan in); biases are 0."""
         draw_linears(self, lambda weight: init_uniform(weight, weight.shape[1]))
 
 
@@ -201,7 +203,10 @@ def draw_linears(network: nn.Module, draw: Callable[[Tensor], object]) -> None:
 
 
 class AdaLNBlock(nn.Module):
-    """A mixer and an MLP, modulated and gated by the condition; updates the streams of tokens."""
+    """A mixer, then an MLP, both modulated and gated by the condition (adaLN-Zero).
+
+    Its streams are the tokens and, with mixers that share values, these values (see `Mixer`).
+    """
 
     def __init__(self, hidden_size: int, mixer: Mixer, mlp: nn.Module) -> None:
         super().__init__()
@@ -225,8 +230,8 @@ class AdaLNBlock(nn.Module):
         return self.mixer.prepare(layout)
 
     def mix(self, x: Tensor, prepared: Any, values: Streams) -> tuple[Tensor, Tensor | None]:
-        """Return the mixed tokens x, and the first value if this mixer sets it, else None. `values`
-        has the first value of earlier blocks, if the mixer uses one."""
+        """Return the mixed tokens, and the values if this mixer is the one that sets them, else
+        None. `values` has the values that mixers share; it is empty if they share none."""
         if not self.mixer.value_size:
             return self.mixer(x, prepared), None
         return self.mixer(x, prepared, *values)
@@ -376,8 +381,11 @@ class LightningBackbone(AdaLNBackbone):
 
 
 class ScanBlock(nn.Module):
-    """Joins delta with a long skip, if any, adds it to the residual, and mixes the normed residual
-    into the next delta: streams (delta, residual) -> the same."""
+    """A block of DiS: streams (delta, residual) -> the next ones.
+
+    It joins delta with a long skip, if any, and adds it to the residual. The next delta is what the
+    mixer makes of the normalised residual.
+    """
 
     def __init__(self, hidden_size: int, mixer: Mixer, has_skip: bool) -> None:
         super().__init__()
@@ -395,14 +403,14 @@ class ScanBlock(nn.Module):
 
 
 class ScanBackbone(Shell):
-    """`depth // 2` blocks, a middle one, and as many again with long skips from the first ones.
+    """The shell of DiS: blocks with long skips from the first half to the second.
 
     Args:
-        depth: even; there are depth + 1 blocks.
+        depth: even; there are depth / 2 blocks, a middle one, and depth / 2 that take skips.
         options: options of the mixer and of `Shell`; hidden_size D must be even.
     """
 
-    default_range = (3, -3)  # holds both ends of a skip, or none
+    default_range = (3, -3)  # contains both blocks of a skip, or neither
 
     def __init__(self, *, depth: PositiveInt = 24, **options: Any) -> None:
         super().__init__(**options)

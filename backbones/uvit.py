@@ -5,9 +5,9 @@
     x = x + MLP(LN(x))
 
 A label token and a time token precede the image's. All tokens have learned positions, which are
-added once, so blocks do not depend on which tokens they see. A 3x3 convolution smooths the image
-after its patches are joined. A context replaces the label, as in the paper's text-to-image network:
-its tokens come before the time token.
+added once, before the first block. A 3x3 convolution smooths the image after its patches are
+joined. A context replaces the label, as in the paper's text-to-image network: its tokens come
+before the time token.
 
 B batch, L = E + K tokens present (E extra), D width, H heads.
 """
@@ -72,7 +72,7 @@ class UViT(Shell):
         options: options of `Shell`; hidden_size D must be even and divisible by `num_heads`.
     """
 
-    default_range = (3, -3)  # holds both ends of a skip, or none
+    default_range = (3, -3)  # contains both blocks of a skip, or neither
 
     def __init__(
         self,

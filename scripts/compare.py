@@ -66,7 +66,7 @@ class CompareConfig:
         title: title of the page; null takes the study's.
         grids: grids of a study: values by field, each grid swept on its own.
         fixed: overrides that all cells of a study share, unless the command line changes them.
-        jobs: processes at a time; with several GPUs each takes its own.
+        jobs: number of processes at a time; with several GPUs, each process takes one.
         metric: the score that decides on the page; null is the first distance that all runs have.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then
             those of tread-zoo evaluate.
@@ -102,7 +102,8 @@ def hang_up(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def compare(words: Sequence[str]) -> int:
-    """Run the cells without a result, write the report, and return 1 if a cell failed, else 0."""
+    """Run the cells that have no result yet, and write the report of all; `words` are the command's
+    arguments. Return 1 if a cell failed, else 0."""
     check_words(words, RunConfig)
     settings = read_settings([word for word in words if word.startswith(PREFIX)])
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
@@ -132,7 +133,8 @@ def compare(words: Sequence[str]) -> int:
 
 
 def read_settings(words: Sequence[str]) -> dict[str, Any]:
-    """Return the comparison's settings, from overrides that begin with `compare.`."""
+    """Return the settings of the comparison by name; `words` are overrides that begin with
+    `compare.`."""
     texts = [word.removeprefix(PREFIX) for word in words]
     given = compose_settings("compare", texts, CompareConfig)
     settings = asdict(check(CompareConfig, given, "compare"))
@@ -142,7 +144,8 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comparison.Cell]":
-    """Return the cells, checked: each trains one run or, if `runs` is set, scores one."""
+    """Return the cells: each trains one run or, if the setting `runs` is given, scores one. All
+    values in `overrides` and in the study's grids are checked, though not every combination."""
     from tread_zoo import comparison
 
     out, scored = Path(settings["out"]), bool(settings["runs"])
@@ -192,10 +195,13 @@ def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
 def split_sweeps(
     grids: Sequence[dict[str, list[Any]]], overrides: Sequence[str], shared: Sequence[str] = ()
 ) -> tuple[list[dict[str, list[str]]], list[str]]:
-    """Return the swept values by field of each grid, and the other overrides.
+    """Return the values to sweep in each grid, by field, and the overrides that all cells share.
 
-    Values from `overrides` replace those of every grid that has the field, and those of `shared`,
-    which all cells of a study have. A sweep over a field that no grid has is added to each grid.
+    Args:
+        grids: a study's grids: values by field.
+        overrides: overrides of the command line. They replace the values in grids that have the
+            field. Several values of a field that no grid has are added to every grid.
+        shared: the study's own overrides, used where `overrides` has none of the same field.
     """
     sweeps = [{f: [str(v) for v in values] for f, values in grid.items()} for grid in grids]
     parser = OverridesParser.create()

@@ -26,7 +26,8 @@ class DemoConfig:
 
     Args:
         plugins, checkpoint, weights, device, precision, kernels: see `CheckpointConfig`.
-        vae, text_encoder: folders of the autoencoder and the text encoder; null takes the run's.
+        vae: folder of the autoencoder; null takes the run's.
+        text_encoder: folder of the text encoder; null takes the run's.
         port: port of the page, http://127.0.0.1:PORT.
     """
 

@@ -25,8 +25,11 @@ class DoctorConfig:
 
     Args:
         device, kernels: see `RunConfig`.
-        backbones: a pattern such as "mamba*": show instead a table of their sizes.
-        input_size, in_channels, num_classes: images and classes that the table is for.
+        backbones: names of backbones, such as "mamba*": show a table of their sizes, FLOPs and
+            default routes, and nothing else.
+        input_size: side of the images for which the table is computed.
+        in_channels: number of channels of the images for which the table is computed.
+        num_classes: number of classes for which the table is computed.
     """
 
     device: Device = "auto"

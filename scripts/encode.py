@@ -12,10 +12,10 @@ tread-zoo encode data=image_folder data.path=photos data.image_size=64 vae=none 
 tread-zoo train data=table data.path=photos_table guidance=cfg \\
     training.num_steps=10000
 tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
-torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the parts
-RANK=3 WORLD_SIZE=16 tread-zoo encode …                # so do the jobs of an array
+torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the work
+RANK=3 WORLD_SIZE=16 tread-zoo encode …                # so do the jobs of a job array
 
-If it is interrupted, the same command again encodes the missing parts.
+If encoding is interrupted, the same command again encodes only what is missing.
 """
 
 import logging
@@ -72,7 +72,8 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _load_extractor(config: EncodingConfig, device: "torch.device") -> "tuple[str, Extract]":
-    """Return the extractor's label, and a function from images to its feature maps."""
+    """Return the label of the extractor `config.features`, and a function from images to the
+    extractor's feature maps."""
     from tread_zoo.evaluation.features import find_extractor
 
     weights = (config.inception_weights, config.dinov2_weights)

@@ -33,10 +33,13 @@ class ImportConfig:
         out: a new folder, for checkpoint=… of the other commands.
         export: convert back: `in` is a run's folder, `out` a file in the project's format; of the
             fields below only `weights` applies.
-        weights: which weights to export, as in `CheckpointConfig`.
-        objective: null is the project's usual one; for format=tread, edm or flow.
-        num_heads: null takes the number of the published size, since no tensor shows it.
-        num_classes: null is the number of rows of the label table, less one.
+        weights: what to export: ema, the averaged weights; model, those without averaging; or an
+            average of a relative width, as in ema:0.05.
+        objective: training objective of the network; null is the project's usual one. With
+            format=tread it is edm or flow.
+        num_heads: number of attention heads, which no tensor shows; null is that of the published
+            size.
+        num_classes: number of classes; null is the number of rows of the label table, less one.
         drop_unknown: skip tensors that our backbone does not have.
     """
 

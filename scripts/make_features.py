@@ -1,10 +1,11 @@
-"""Train a small classifier on labelled images, whose features measure distances between them.
+"""Train a small classifier on labelled images; scores such as FID can then use its features.
 
 tread-zoo make-features data=npz data.path=fashion.npz data.pad_to=32 out=f.safetensors
 tread-zoo train experiment=fashion_mnist evaluation.extractor=f.safetensors
 
-Use it for images unlike those that Inception was trained on, or if its weights are not available.
-Scores compare only if they use the same file: each record names it with the hash of its weights.
+Use the classifier for images unlike those that Inception was trained on, or if Inception's weights
+are not available. Scores are comparable only if they used the same classifier: each record of
+scores names the classifier's file, with the hash of the weights.
 
 The shipped classifier of digits was trained by: out=digits.safetensors data=digits num_steps=1200
 batch_size=64 'layers=[[32,1,false],[64,1,true],[64,0,false]]'
@@ -32,10 +33,13 @@ class FeaturesConfig:
     Args:
         plugins, data, device: see `RunConfig`.
         out: a .safetensors file, for evaluation.extractor.
-        num_features: size of the vector that distances compare.
+        num_features: size of an image's feature vector.
         layers: for each convolution [channels, padding, whether a pooling follows]; null is four
             convolutions, for images of 16 pixels and more.
-        num_steps, batch_size, learning_rate, seed: settings of the training.
+        num_steps: number of training steps.
+        batch_size: images per step.
+        learning_rate: AdamW's rate at the start; it falls to 0 along a cosine.
+        seed: seed of the initial weights and of the order of the images.
     """
 
     plugins: tuple[str, ...] = ()

@@ -5,8 +5,9 @@ tread-zoo make-reference data=npz data.path=fashion.npz \\
 tread-zoo make-reference data=image_folder data.path=photos data.held_out=0 out=photos.npz
 tread-zoo evaluate checkpoint=… evaluation.reference=photos.npz evaluation.metrics=[fid]
 
-It serves fid, sfid and fd_dinov2, which need only statistics. The file names its extractor with the
-hash of its weights, and works with no other. With accelerate launch, processes share the images.
+The reference is for fid, sfid and fd_dinov2, which need only statistics. The file records its
+extractor, with the hash of the extractor's weights, and works with no other. With accelerate
+launch, processes share the images.
 """
 
 import logging
@@ -30,8 +31,8 @@ class ReferenceConfig:
     Args:
         plugins, data, device: see `RunConfig`.
         out: an .npz file, for evaluation.reference.
-        evaluation: reference (the part of the data), num_reference, batch_size, extractor and the
-            files of its weights; other fields are ignored.
+        evaluation: reference (train or held_out), num_reference, batch_size, extractor and the
+            files of the extractor's weights; other fields are ignored.
     """
 
     plugins: tuple[str, ...] = ()

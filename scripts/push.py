@@ -4,7 +4,7 @@ tread-zoo push checkpoint=runs/digits_dit_tiny_tread_flow_seed0 out=published  #
 tread-zoo push checkpoint=runs/digits_dit_tiny_tread_flow_seed0 repo=user/name
 
 The files are written to out, by default <run>/hub. If a repo is given, they are uploaded with the
-account of `hf auth login`; anyone with this package samples from it by checkpoint=user/name.
+account of `hf auth login`. Anyone who has this package can then sample with checkpoint=user/name.
 """
 
 import logging
@@ -27,10 +27,10 @@ class PushConfig:
         plugins, checkpoint, weights: see `CheckpointConfig`.
         half: store the weights as float16, in half the space.
         out: folder of the files; null is <run>/hub.
-        repo: user/name on the hub, to upload them; null only writes them.
+        repo: user/name of the repository on the hub; null uploads nothing.
         private: create the repository as private.
-        license: license of the weights by its name on the hub, such as apache-2.0; null: that of
-            the project they were imported from, if any.
+        license: license of the weights by its name on the hub, such as apache-2.0; null: the
+            license of the project from which the weights were imported, if any.
     """
 
     plugins: tuple[str, ...] = ()

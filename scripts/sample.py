@@ -224,7 +224,8 @@ def _open_folder(
 def _at_image_size(
     run: "Restored", weak: "Backbone | None", codec: "Codec", image_size: int | tuple[int, int]
 ) -> "tuple[Restored, Backbone | None]":
-    """Return the run and the weak network for images of another size."""
+    """Return the run and its weak network (None without one) with networks for images of another
+    size, in pixels. Raises ValueError if the size does not fit the network."""
     import torch
 
     from tread_zoo.factory import at_size
@@ -270,15 +271,16 @@ def _label(run: "Restored", label: int | str) -> int:
 
 
 def _guidance(run: "Restored", config: SampleConfig) -> dict[str, Any]:
-    """Return the guidance: for a prompt `cfg`, if neither run nor command has one and training left
-    labels out; else the command's."""
+    """Return the guidance that the command asks for. If neither the command nor the run has any, a
+    prompt is guided by `cfg`, provided that training dropped some labels."""
     dropout = run.config.get("training", {}).get("label_dropout", 0.0)
     unguided = run.config["guidance"]["name"] == "none" and not config.guidance
     return {"name": "cfg"} if config.prompt and unguided and dropout else config.guidance
 
 
 def _conditions(run: "Restored", config: SampleConfig, indices: range) -> "Tensor | None":
-    """Return the images' labels, or contexts from prompts, a file or the data; None for neither."""
+    """Return the conditions of the images `indices`: labels, or contexts from prompts, a file or
+    the data. None if the network takes no condition."""
     import torch
 
     from tread_zoo.diffusion import default_labels

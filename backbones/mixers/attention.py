@@ -1,7 +1,8 @@
 """Self-attention by content alone, as in DiT (arXiv 2212.09748), and cross-attention.
 
-Positions are added once, before the blocks, so a routed token carries its own, and blocks do not
-depend on which tokens they see. Shells can add `CrossAttention` to a context after any mixer.
+Positions are added to the tokens once, before the first block, so a block need not know where the
+tokens that it sees are on the grid. The shells of DiT and LightningDiT can add `CrossAttention` to
+a context after any mixer.
 
 B batch, K tokens present, T tokens of a context, D width, H heads.
 """
@@ -16,7 +17,7 @@ from tread_zoo.kernels import attention
 
 
 class Attention(Mixer):
-    """Attention over [B, K, D].
+    """Multi-head self-attention over tokens [B, K, D].
 
     Args:
         hidden_size: D, divisible by H.
@@ -40,7 +41,7 @@ class CrossAttention(nn.Module):
 
     Args:
         hidden_size: D.
-        num_heads: a divisor of D; None: heads of 64 channels or more.
+        num_heads: a divisor of D; None: the largest that gives each head 64 channels or more.
     """
 
     def __init__(self, hidden_size: int, num_heads: int | None = None) -> None:

@@ -1,6 +1,6 @@
-"""The base of mixers, and how a backbone gets its options from the constructors of its parts.
+"""The base class of mixers, and the options that a backbone gets from its shell, mixer and MLP.
 
-B batch, K tokens present, D width, V width of a first value.
+B batch, K tokens present, D width.
 """
 
 import inspect
@@ -11,25 +11,27 @@ from torch import nn
 
 from tread_zoo.contract.backbone import Layout
 
-# Keywords that a shell fills in if a constructor has them, with values that each of them accepts.
+# Keywords that the shell fills in if a mixer or MLP has them, each with a value that any accepts.
 GIVEN: dict[str, Any] = {"hidden_size": 1, "grid": (1, 1), "index": 0}
 
 
 class Mixer(nn.Module):
-    """Base of mixers of tokens [B, K, D] -> [B, K, D], in raster order before and after.
+    """Base of layers that mix tokens, [B, K, D] -> [B, K, D], in raster order before and after.
 
-        forward(x, layout) -> mixed tokens
+        forward(x, prepared) -> mixed tokens
+
+    `prepared` is the `Layout` of the tokens, or what `prepare` makes of it.
 
     If the constructor has `hidden_size`, `grid` (h, w of the full image) or `index` (of the block),
     the shell fills it in. Every other keyword becomes an option of the backbones with this mixer.
 
-    A mixer with a `value_size` V shares a first value [B, K, V] with all later blocks:
-    forward(x, layout, first_value) -> (mixed tokens, first value if this mixer sets it, else None).
+    Mixers with a `value_size` V share the values [B, K, V] of the first of them in the network:
+    forward(x, prepared, first_value) -> (mixed tokens, values if this is the first, else None).
 
     Attributes:
-        default_selector: default selector of backbones with this mixer, see `Backbone`.
-        depends_on: see `Backbone`; the constructor sets it if it depends on an option.
-        value_size: V; 0: no first value.
+        default_selector: selector that backbones with this mixer use by default, see `Backbone`.
+        depends_on: see `Backbone`; set by the constructor if an option changes it.
+        value_size: V; 0: no shared values.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -42,12 +44,13 @@ class Mixer(nn.Module):
         cls.__signature__ = signature  # type: ignore[attr-defined]
 
     def prepare(self, layout: Layout) -> Any:
-        """Return what `forward` gets instead of the layout. This runs before each block, outside of
-        compiled code; see `Layout.cached`."""
+        """Return the argument `prepared` of `forward`. This runs before each block, outside of
+        compiled code; `Layout.cached` keeps what several blocks need."""
         return layout
 
     def initialize(self, num_blocks: int) -> None:
-        """Override this to change initial weights, after the shell has drawn all linear layers."""
+        """Override this to set initial weights in a network of `num_blocks` blocks; the shell has
+        drawn all linear layers before."""
 
     @classmethod
     def options_for_heads(cls, hidden_size: int, num_heads: int) -> dict[str, Any]:
@@ -56,14 +59,18 @@ class Mixer(nn.Module):
 
 
 def check_width(hidden_size: int, multiple: int, what: str) -> None:
-    """Raise `ValueError` unless D is divisible by `multiple`; the error says `what` that is."""
+    """Raise `ValueError` unless `hidden_size` is divisible by `multiple`. The error explains the
+    multiple by `what`, such as "num_heads"."""
     if hidden_size % multiple:
         raise ValueError(f"hidden_size={hidden_size} must be divisible by {multiple}, {what}.")
 
 
 def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
-    """Return the keywords of the constructor of `part` by name, with their types. If it has
-    **options, those of its base class follow, and so on up to `last`, whose **options remain."""
+    """Return the keywords that the constructor of `part` takes: name -> parameter, with its type.
+
+    If it has **options, the keywords of its base class are added, and so on up to the class `last`.
+    **options of the last constructor that was read are in the result, too.
+    """
     keywords: dict[str, Parameter] = {}
     others: list[Parameter] = []
     for base in part.__mro__:
@@ -89,8 +96,11 @@ def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
 
 
 def derive_signature(shell: type, last: type, *parts: type | None) -> inspect.Signature:
-    """Return the constructor's signature of a `shell`, with the keywords of `parts` instead of
-    **options; `last` is the last base class whose keywords count."""
+    """Return the signature of a backbone's constructor.
+
+    It has the keywords of `shell` and of its base classes up to `last`. The keywords of `parts`,
+    the mixer and the MLP, replace **options, except those in `GIVEN`.
+    """
     parameters = read_keywords(shell, last)
     keywords = {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}
     for part in parts if len(keywords) < len(parameters) else ():

@@ -16,8 +16,8 @@ a head. Kimi Delta Attention (KDA, arXiv 2510.26692) has such decays, and anothe
 with a bottleneck as wide as a head, too. Both papers put a short convolution before the scan; here
 it is the option `short_conv`: q, k and v are then SiLU(conv(Linear(x))), with taps per direction.
 With `short_conv` and a single direction, these are flash-linear-attention's layers with values as
-wide as keys. Its norm has an epsilon of 1e-5 by default. Here KDA has 1e-5, and Gated DeltaNet has
-1e-6.
+wide as keys. Their norm has an epsilon of 1e-5 by default. Here KDA has 1e-5, and Gated DeltaNet
+has 1e-6.
 
 Under a route, the state sees only the kept tokens, in the order of the full walk; a token that
 bypassed the block does not write, replace or decay. `gaps` says what happens at missing steps.
@@ -54,14 +54,15 @@ from tread_zoo.routing.scans import Gaps, Scan
 class BidirectionalDelta(ScanMixer):
     """The gated delta rule over [B, L, D] in both directions, summed.
 
-    Parameters of both directions are stacked along the first axis, forward first.
+    Parameters of both directions are stacked along the first axis, forward first. `ScanMixer`
+    explains `scan_order`, `gaps` and `index`.
 
     Args:
         hidden_size: D, divisible by H.
         num_heads: number of heads, H.
         per_channel: one decay per channel of the keys, as in KDA, instead of one per head.
-        short_conv: apply a causal convolution of 4 taps to queries, keys and values.
-        scan_order, gaps, index: see `ScanMixer`; `reset` needs `short_conv`.
+        short_conv: apply a causal convolution of 4 taps to queries, keys and values; gaps=reset
+            needs it.
     """
 
     num_projected: ClassVar[int] = 4  # q, k, v, z
@@ -130,7 +131,8 @@ class BidirectionalDelta(ScanMixer):
         return rates * steps
 
     def _turn(self, values: Tensor, scan: Scan) -> Tensor:
-        """Return both walks [2 B, L, H, ..], each in its own order, from values [B, L, 2 H, ..]."""
+        """Return values [B, L, 2 H, ..], the forward direction's H first, as [2 B, L, H, ..]: those
+        of the forward walk, then those of the backward walk, each in the order of its walk."""
         forward, backward = values.chunk(2, dim=2)
         return torch.cat([forward, scan.flip(backward)])
 

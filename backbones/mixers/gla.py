@@ -1,8 +1,8 @@
 """Gated linear attention in both directions (arXiv 2312.06635; for diffusion, DiG: 2405.18428).
 
-Linear attention whose state decays: each token sets a rate for each row of the state. It scans in
-both directions along a curve and adds the results. The directions share queries, keys and values,
-and each has its own decays:
+Linear attention whose state decays: each token sets a rate for each row of the state. The mixer
+scans in both directions along a curve and adds the results. The directions share queries, keys and
+values, and each has its own decays:
 
     q, k, v, z = Linear(x)                                   keys are half as wide as values
     a    = sigmoid(Linear(Linear(x)))^(1/16)                 through 16 channels
@@ -50,8 +50,9 @@ class BidirectionalGLA(ScanMixer):
     Args:
         hidden_size: D, divisible by 2 H.
         num_heads: number of heads, H.
-        short_conv: apply a causal convolution of 4 taps to queries, keys and values.
-        gaps, scan: see `ScanMixer`; `reset` needs `short_conv`.
+        short_conv: apply a causal convolution of 4 taps to queries, keys and values; gaps=reset
+            needs it.
+        scan: `scan_order` and `index`, see `ScanMixer`, which also explains `gaps`.
     """
 
     def __init__(

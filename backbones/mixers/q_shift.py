@@ -1,8 +1,9 @@
 """The q-shift of Vision-RWKV (arXiv 2403.02308): a quarter of the channels from each neighbour.
 
-The quarters come from the left, right, upper and lower neighbour on the grid, zero outside. Under a
-route, a missing neighbour is zero, or replaced by the nearest token present in that direction.
-Extra tokens have no neighbours and stay as they are.
+A token takes one quarter of its channels from each of its left, right, upper and lower neighbours
+on the grid. At the edge of the grid, the quarter of the missing neighbour is zero. Under a route, a
+neighbour that bypasses the block counts as zero, too, or the nearest token present in that
+direction takes its place. Extra tokens have no neighbours and stay as they are.
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
@@ -23,17 +24,23 @@ OPPOSITE = (1, 0, 3, 2)  # index of the opposite of left, right, up, down
 
 
 class Neighbours(NamedTuple):
-    """For each quarter of each token's channels, the row that it takes (`sources`) and the row that
-    takes it, so gives its gradient (`targets`): int64 [B * K * 4], indices into the quarters of all
-    tokens [B * K * 4, D / 4] and a last row of zeros for no neighbour."""
+    """Which quarter of channels each token takes from which neighbour.
+
+    Both are int64 [B * K * 4], one entry for each quarter of each token. An entry is an index into
+    the quarters of all tokens [B * K * 4, D / 4]; B * K * 4 stands for no neighbour.
+
+    Args:
+        sources: for each quarter, the one whose channels it takes.
+        targets: for each quarter, the one that takes its channels, so sends back its gradient.
+    """
 
     sources: Tensor
     targets: Tensor
 
 
 def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
-    """Return the `Neighbours` of the tokens present. A neighbour that bypasses is replaced by zero
-    or, with `over_gaps`, by the nearest token present in that direction."""
+    """Return the `Neighbours` of the tokens present. Where a route left a neighbour out, there is
+    none or, with `over_gaps`, it is the nearest token present in that direction."""
     height, width = layout.grid
     num_tokens, ids = height * width, layout.positions()
     (batch, num_kept), device = ids.shape, ids.device
@@ -57,7 +64,12 @@ def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
 
 def _nearest_present(raster: Tensor, ids: Tensor) -> Tensor:
     """Return raster positions [B, K, 4] of the nearest token present to the left, to the right,
-    above and below; N if there is none."""
+    above and below each token; N if there is none.
+
+    Args:
+        raster: 0 … N - 1 as a grid [h, w].
+        ids: raster positions of the tokens present [B, K].
+    """
     (height, width), num_tokens = raster.shape, raster.numel()
     present = torch.zeros(len(ids), num_tokens, dtype=torch.bool, device=ids.device)
     present = present.scatter(1, ids, True).view(-1, height, width)
@@ -73,8 +85,8 @@ def _nearest_present(raster: Tensor, ids: Tensor) -> Tensor:
 
 
 class QShift(torch.autograd.Function):
-    """Take each quarter of the channels from a neighbour: [B, K, D] -> [B, K, D]. The gradient is
-    the opposite shift, a gather too."""
+    """Take each quarter of the channels from a neighbour: [B, K, D] -> [B, K, D]. The backward pass
+    shifts the gradient in the opposite directions, by a gather instead of a scatter."""
 
     @staticmethod
     def forward(x: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
@@ -110,8 +122,9 @@ class ShiftingMixer(ScanMixer):
     """Base of mixers that shift on the grid and scan along a curve: `forward(x, walk: GridWalk)`.
 
     Args:
-        gaps: ignore, reset or decay, for the scan. For the shifts a missing neighbour is zero or,
-            with ignore, the nearest token present in its direction.
+        gaps: what happens where a route left tokens out. ignore: the nearest tokens present count
+            as neighbours. reset: the shift takes zeros for a neighbour that was left out. decay: as
+            reset, and the scan also decays with the length of the gap.
         scan: `scan_order` and `index`, see `ScanMixer`.
     """
 

@@ -88,7 +88,7 @@ class RotaryAttention(Mixer):
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
-        """Return x [B, L, D] split into heads [B, H, L, Dh] and normalised per head."""
+        """Return x [B, L, D] split into heads [B, H, L, Dh], each normalised by `norm`, if any."""
         x = x.view(*x.shape[:2], self.num_heads, self.head_size).transpose(1, 2)
         # Under autocast x is in half precision, unlike the weight; the fused kernel wants one type.
         return x if norm is None else norm(x.to(norm.weight.dtype))

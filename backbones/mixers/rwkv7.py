@@ -1,9 +1,11 @@
 """RWKV-7: a generalised delta rule, both ways, in place of attention (arXiv 2503.14456).
 
-The time mix and the channel mix begin with a q-shift (`mixers.q_shift`), and every projection takes
-its own blend of the token and what was shifted in. The time mix runs per head; sigma is the
-logistic function, LoRA two thin matrices with the activation in its index, if any, between them
-(biases are left out), and xi, alpha and rho are learned vectors [D]:
+The time mix and the channel mix begin with a q-shift (`mixers.q_shift`). Every projection gets its
+own blend of the token and the shifted channels, blend = x * own + shifted * (1 - own).
+
+This is the time mix of one head. sigma is the logistic function. LoRA is two thin matrices; its
+index names the activation between them, if any. xi, alpha and rho are learned vectors. Biases are
+left out.
 
     r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
     v    = v + sigma(LoRA(blend_v)) (v_1 - v)            from the second block on
@@ -15,9 +17,9 @@ logistic function, LoRA two thin matrices with the activation in its index, if a
     y    = GroupNorm(sum over directions of S_t^T r_t) + (r . rho k) v
     out  = Linear(y * LoRA_sigma(blend_g))
 
-and the channel mix is Linear(relu(Linear(blend))^2). Both directions scan along a curve and differ
-only in the bias of their decays. v_1, the values of the first block, travel in their own stream, so
-that a routed token keeps its first value.
+The channel mix is Linear(relu(Linear(blend))^2). Both directions scan along a curve and differ only
+in the bias of their decays. v_1 are the values of the first block. They travel beside the tokens
+from block to block, so each token has its own v_1 under a route.
 
 B batch, K tokens present, D width, H heads of P channels.
 """
@@ -56,7 +58,8 @@ class TimeMix(ShiftingMixer):
     Args:
         hidden_size: D, divisible by 4 and by P.
         head_size: channels per head, P.
-        low_rank: rank of the LoRAs of decay and rate; v_1's has half, the gate's twice this rank.
+        low_rank: rank of the LoRAs of decay and in-context rate; the LoRA that mixes in v_1 has
+            half this rank, the gate's has twice this rank.
         index: index of the block; block 0 sets v_1.
         shift: `scan_order` and `gaps`, see `ShiftingMixer`.
     """
@@ -137,14 +140,14 @@ class TimeMix(ShiftingMixer):
         return x.view(*x.shape[:2], self.num_heads, -1)
 
     def initialize(self, num_blocks: int) -> None:
-        """Set what differs from the shell:
+        """Set these parameters; the other linear layers stay as the backbone has drawn them.
 
         | parameter | value |
         |---|---|
         | `own` | 0.5: half the token, half what is shifted in |
-        | last matrix of the LoRAs, except the gate's | 0 |
+        | last matrix of the LoRAs `decay`, `rate`, `mix` | 0 |
         | `decay_bias` | evenly spaced over the channels, -6 … -1 |
-        | `rate_bias`, `mix_bias` | 0: rate 0.5, the mean of both values |
+        | `rate_bias`, `mix_bias` | 0: a is 0.5, and v halfway to v_1 |
         | `removed`, `replaced` | 1 |
         | `bonus` | 0 |
         """

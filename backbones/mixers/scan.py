@@ -1,4 +1,6 @@
-"""What scanning mixers share: their walk, both directions, steps and rates, convolutions.
+"""What scanning mixers share: base class, initial values, precision, scans in both directions.
+
+A walk is the sequence of the tokens present, in the order in which a direction scans them.
 
 B batch, L = E + K tokens present, D width, W taps, S state size.
 """
@@ -23,9 +25,10 @@ class ScanMixer(Mixer):
 
     Args:
         scan_order: raster, serpentine, hilbert or serpentine8; see `tread_zoo.routing.orders`.
-        gaps: what happens where a route left tokens out. `ignore`: both sides are neighbours.
-            `reset`: convolutions and shifts see zeros beyond a gap. `decay`: as `reset`, and the
-            state decays with the length of the gap, at the rates of the token after it.
+        gaps: what happens where a route left tokens out. `ignore`: the tokens on both sides of the
+            gap count as neighbours. `reset`: convolutions and shifts see zeros beyond the gap.
+            `decay`: as `reset`, and the state also decays with the length of the gap, at the rates
+            of the token after it.
         index: index of the block, for orders that differ between blocks.
     """
 
@@ -48,7 +51,7 @@ class ScanMixer(Mixer):
 
 
 def init_uniform(weight: Tensor, fan_in: int) -> None:
-    """Draw a weight uniformly from ±1 / sqrt(fan_in)."""
+    """Draw a weight uniformly within ±1 / sqrt(fan_in)."""
     nn.init.uniform_(weight, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
 
@@ -93,18 +96,21 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
-    """Return x [B, L, ..] as the forward and as the backward walk, concatenated along `dim`."""
+    """Return x [B, L, ..], given in the order of the forward walk, joined along `dim` with its copy
+    in the order of the backward walk."""
     return torch.cat([x, scan.flip(x)], dim)
 
 
 def sum_ways(x: Tensor, scan: Scan) -> Tensor:
-    """Return the sum [B, L, ..] of two walks [2 B, L, ..], token by token, in float32 at least."""
+    """Return the sum of the forward and the backward walk in x [2 B, L, ..]: for each token its two
+    values added, [B, L, ..] in the order of the forward walk, in float32 at least."""
     forward, backward = at_least_float32(x).chunk(2)
     return forward + scan.flip(backward)
 
 
 def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
-    """Return the log-decays [2 B, L, ..] of two walks times the lengths of the gaps they cross."""
+    """Return the log-decays [2 B, L, ..] of two walks, each multiplied by the token's distance from
+    the previous token along the full curve."""
     gaps = scan.gaps()
     if gaps is None:
         return log_decay
@@ -141,13 +147,14 @@ def scan_ways(
     inputs: tuple[Tensor, ...],
     gaps: Sequence[Tensor] | None,
 ) -> Tensor:
-    """Return the state-space scan of each walk. The walks lie side by side in the channels, heads
-    and groups of inputs and output.
+    """Return the output of a state-space scan of each walk. The walks lie side by side in the
+    channels, heads and groups of inputs and output.
 
     Args:
         scan: `selective_scan` or `ssd`.
         inputs: u, delta, A, B, C, D, and perhaps a step bias, in the shapes that `scan` takes.
-        gaps: lengths of the gaps, [B, L] per walk; None: one call scans all walks.
+        gaps: for each walk, every token's distance from the previous token [B, L]. None: distances
+            do not count, so that one call scans all walks.
     """
     if gaps is None:
         return scan(*inputs)

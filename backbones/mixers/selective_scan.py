@@ -83,8 +83,8 @@ class SelectiveScan(ScanMixer):
         self.fused_rows["select"] = 2 * self.parts
 
     def _selection(self, way: int) -> tuple[Tensor, Tensor]:
-        """Return the weights of direction `way`: [R + 2 S, I] from u to a step of rank R, B and C,
-        and [I, R] from that to I steps."""
+        """Return the two weights of direction `way`. The first, [R + 2 S, I], maps u to R channels
+        for the step, to B and to C; the second, [I, R], maps the R channels to I steps."""
         return self.select[way], self.step_weight[way]
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
@@ -117,13 +117,13 @@ class SelectiveScan(ScanMixer):
         return scan.restore(self.out_proj(y * F.silu(z)))
 
     def initialize(self, num_blocks: int) -> None:
-        """Set what differs from the shell of DiS:
+        """Set the weights. Those of `in_proj` stay as the shell of DiS has drawn them.
 
         | parameter | value |
         |---|---|
-        | `in_proj`, `select`, `step_weight` | uniform within 1 / sqrt(fan in) |
-        | `out_proj` | the same, over sqrt(number of blocks) |
-        | `conv_weight`, `conv_bias` | uniform within 1 / sqrt(conv_width); 0 |
+        | `in_proj`, `select`, `step_weight` | uniform within ±1 / sqrt(fan in) |
+        | `out_proj` | the same, divided by sqrt(number of blocks) |
+        | `conv_weight`, `conv_bias` | uniform within ±1 / sqrt(conv_width); 0 |
         | `step_bias` | its softplus log-uniform in 0.001 … 0.1 |
         | `A_log` | log 1 … log S for each channel |
         | `D` | 1 |
@@ -143,7 +143,7 @@ class SelectiveScan(ScanMixer):
 
 
 class OneWayScan(SelectiveScan):
-    """A selective scan over [B, K, D] in one direction, along the curve of its layer (ZigMa)."""
+    """A selective scan over [B, K, D] in one direction, along the layer's own curve (ZigMa)."""
 
     default_selector: ClassVar[str] = "blocks"
     ways: ClassVar[int] = 1
@@ -167,7 +167,7 @@ class OneWayScan(SelectiveScan):
         return self.get_parameter("select.weight"), self.step_weight
 
     def initialize(self, num_blocks: int) -> None:
-        """Set every weight as `SelectiveScan.initialize` lists, whatever the shell has set."""
+        """Set every weight, `in_proj` included, as `SelectiveScan.initialize` lists."""
         init_uniform(self.in_proj.weight, self.in_proj.in_features)
         init_uniform(self.get_parameter("select.weight"), self.inner)
         init_uniform(self.step_weight, self.step_rank)

@@ -107,16 +107,16 @@ class BidirectionalSSD(ScanMixer):
         return scan.restore(project(self.out_proj, rms_norm(self.norm, y)))
 
     def initialize(self, num_blocks: int) -> None:
-        """Set what differs from the shell of DiS:
+        """Set the weights. Those of `in_proj` stay as the shell of DiS has drawn them, `norm` at 1.
 
         | parameter | value |
         |---|---|
-        | `in_proj` | uniform within 1 / sqrt(fan in) |
-        | `out_proj` | the same, over sqrt(number of blocks) |
-        | `conv_weight`, `conv_bias` | uniform within 1 / sqrt(conv_width); 0 |
+        | `in_proj` | uniform within ±1 / sqrt(fan in) |
+        | `out_proj` | the same, divided by sqrt(number of blocks) |
+        | `conv_weight`, `conv_bias` | uniform within ±1 / sqrt(conv_width); 0 |
         | `step_bias` | its softplus log-uniform in 0.001 … 0.1 |
         | `A_log` | its exp uniform in 1 … 16 |
-        | `D`, `norm` | 1 |
+        | `D` | 1 |
         """
         init_uniform(self.out_proj.weight, self.out_proj.in_features * num_blocks)
         init_uniform(self.conv_weight, self.conv_weight.shape[1])

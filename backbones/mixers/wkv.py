@@ -1,15 +1,16 @@
-"""The mixes of Diffusion-RWKV (arXiv 2404.04478): tokens by decaying means both ways, and channels.
+"""The two mixes of Diffusion-RWKV (arXiv 2404.04478): of tokens, and of channels.
 
-Both begin with a q-shift (`mixers.q_shift`). Each projection then takes its own blend of the token
-and what was shifted in, per channel, blend = x * own + shifted * (1 - own):
+Both begin with a q-shift (`mixers.q_shift`). Every projection gets its own blend of the token and
+the shifted channels, blend = x * own + shifted * (1 - own) with a number `own` per channel:
 
     SpatialMix: r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
                 Linear(sigmoid(r) * WKV(k, v, w, u))
     ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
 
-WKV averages v with weights exp(k) that fall with distance at rate w; a token's own is exp(u + k).
-Under a route, tokens keep their positions on the grid: a missing neighbour is zero, and the WKV
-decays with distances along the full curve, relative to its length (`gaps="decay"`).
+WKV averages v in both directions, with weights exp(k) that fall with distance at rate w; a token
+weighs its own v by exp(u + k). By default (`gaps="decay"`), tokens keep their positions on the grid
+under a route: a missing neighbour is zero, and the WKV takes distances along the full curve, as
+fractions of its length.
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
@@ -56,8 +57,9 @@ class SpatialMix(ShiftingMixer):
         return self.output(torch.sigmoid(r) * scan.restore(mean))
 
     def _mean(self, k: Tensor, v: Tensor, walk: GridWalk) -> Tensor:
-        """Return the WKV of k and v [B, L, D], given in the order of the walk. A mirrored copy of
-        the context follows, so that it is as near to the last token as to the first."""
+        """Return the WKV of k and v, both [B, L, D] in the order of the walk. Context tokens come
+        first; a mirrored copy is appended, so that the last token is as near to the context as the
+        first token is."""
         places = walk.scan.places if self.gaps == "decay" else None
         length, num_context = walk.num_tokens, walk.scan.num_context
         if num_context:
@@ -71,13 +73,13 @@ class SpatialMix(ShiftingMixer):
         return mean[:, : mean.shape[1] - num_context]
 
     def initialize(self, num_blocks: int) -> None:
-        """Set what differs from the shell:
+        """Set these parameters; the linear layers stay as the backbone has drawn them.
 
         | parameter | value |
         |---|---|
         | `own` | 0.5: half the token, half what is shifted in |
         | `decay` | log-spaced over the channels, 0.3 … 30 |
-        | `bonus` | 0: a token weighs as much as its neighbour |
+        | `bonus` | 0: with equal keys, a token weighs itself as much as its neighbour |
         """
         nn.init.constant_(self.own, 0.5)
         nn.init.zeros_(self.bonus)
