@@ -46,7 +46,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Load names at first use: `import tread_zoo` alone stays light."""
+    """Import a name of this package when it is first used, so that `import tread_zoo` stays
+    light."""
     if name in __all__:
         return getattr(import_module(f"tread_zoo.{_HOMES.get(name, 'registry')}"), name)
     raise AttributeError(f"module 'tread_zoo' has no attribute {name!r}")

@@ -97,7 +97,13 @@ def command(
 def compose_settings(
     name: str, overrides: Sequence[str], config: type = RunConfig
 ) -> dict[str, Any]:
-    """Return the settings that `overrides` set for script `name`, from Python; see `command`."""
+    """Return the settings that command-line `overrides` set, composed from Python.
+
+    Args:
+        name: name of the script.
+        overrides: words as on its command line, such as "seed=1".
+        config: configuration class of the settings.
+    """
     with plain_errors(name, config):
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -120,7 +126,7 @@ def plugins_among(words: Sequence[str]) -> Any:
 
 
 def presets(name: str, config: type) -> dict[str, list[str]]:
-    """Return the names of a script's preset files by group, which is a folder of `CONFIGS`."""
+    """Return the names of a script's preset files, by group. A group is a folder of `CONFIGS`."""
     groups = [*PRESETS.get(name, {}), *(["routing"] if config is RunConfig else [])]
     return {group: [path.stem for path in (CONFIGS / group).glob("*.yaml")] for group in groups}
 
@@ -135,7 +141,8 @@ def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
 
 
 def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of nested `values` that are set in `fields`, a mapping nested likewise."""
+    """Return the part of the nested mapping `values` whose keys are set in `fields`, which is
+    nested in the same way."""
     return {
         field: _entries_in(values[field], inner) if isinstance(inner, Mapping) else values[field]
         for field, inner in fields.items()
@@ -144,8 +151,8 @@ def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[st
 
 
 def check_words(words: Sequence[str], config: type) -> None:
-    """Raise a `ValueError`, with the right spelling, for words that are neither overrides nor flags
-    of hydra."""
+    """Raise a `ValueError` for a word that is neither an override nor a flag of hydra. It says how
+    to write the setting that is probably meant."""
     fields = default_fields(config)
     for number, word in enumerate(words):
         name, equals, value = word.lstrip("-~").replace("-", "_").partition("=")
@@ -190,10 +197,15 @@ def quoted(path: str | Path) -> str:
 def errors_in_one_line(
     traceback: bool = False, stopped: str = "stopped by Ctrl-C", status: int = 1
 ) -> Iterator[None]:
-    """Print an error in one line and exit with `status`; after Ctrl-C print `stopped` and exit with
-    130. In a sweep an error ends only its job, and hydra exits with 1. With `traceback`, errors are
-    raised unchanged. Characters that the locale cannot show are printed as escape codes. If nobody
-    reads the output any more, as after `| head`, exit silently with 141, a shell's SIGPIPE."""
+    """Print an error that is raised in the context in one line, and exit.
+
+    The exit status is `status`, or 130 after Ctrl-C, when `stopped` is printed instead. If nobody
+    reads the output any more, as after a pipe to `head`, nothing is printed and the status is 141,
+    a shell's SIGPIPE. In a sweep an error ends only its own job, and hydra exits with 1. With
+    `traceback`, errors are raised unchanged.
+
+    Characters that the locale cannot show are printed as escape codes.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not in a notebook
             stream.reconfigure(errors="backslashreplace")
@@ -219,8 +231,8 @@ def errors_in_one_line(
 
 
 def _nobody_reads() -> bool:
-    """Return whether the reader of the standard output is gone; the output is then discarded. If it
-    is not, an empty line is printed: the pipe that broke was another one."""
+    """Return whether the reader of the standard output is gone. If so, all further output is
+    discarded; if not, another pipe was broken. To find out, an empty line is printed."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -232,7 +244,7 @@ def _nobody_reads() -> bool:
 @contextmanager
 def plain_errors(name: str, config: type) -> Iterator[None]:
     """Turn hydra's errors about a script's settings into a `ValueError` of one line that suggests
-    the nearest name."""
+    the nearest name. `name` is the script's, `config` the class of its settings."""
     try:
         yield
     except MissingConfigException as error:

@@ -219,8 +219,8 @@ def default_part(kind: str, name: str) -> dict[str, Any]:
 
 
 def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the name and all options of a sampler, given by name or as a mapping, checked:
-    `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`."""
+    """Return a sampler's name and all its options, checked: `{"name": …, "num_steps": …, "grid": …,
+    "shift": …, "rho": …, option: …}`. `part` is its name, or a mapping with `name` and options."""
     name, options = split("sampler", part)
     entry = get_entry("sampler", name)
     if taken := entry.parameters().keys() & set(GRID_FIELDS):
@@ -338,7 +338,7 @@ class RunFields(TypedDict, total=False):
 def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
-    `auto` becomes a number here, for the learning rate, the steps and the warm-up steps.
+    For the learning rate, the steps and the warm-up steps, `auto` is replaced by a number here.
 
     Raises:
         ValueError: a field is unknown, a value has the wrong type or range, or values exclude each
@@ -394,7 +394,8 @@ def auto_warmup_steps(num_steps: int) -> int:
 
 
 def _auto_run_dir(config: RunConfig) -> str:
-    """Return `runs/<names>_<settings that are not defaults>_seed<n>`, without bookkeeping ones."""
+    """Return `runs/<names>_<settings>_seed<n>`. The settings are those that differ from their
+    defaults, without bookkeeping."""
     names = [config.data["name"], config.backbone["name"], config.routing["name"]]
     names += [config.objective["name"], config.alignment["name"]]
     names = names[:-1] if names[-1] == "none" else names

@@ -16,8 +16,8 @@ _COMMAND = re.compile(r"\bpipe:.*", re.DOTALL)
 
 
 def without_credentials(value: Any) -> Any:
-    """Return a text, or plain values that contain texts, with `***` in place of the user, the
-    password and the query of every URL, and of a command behind `pipe:`."""
+    """Return `value`, a text or plain values that contain texts, with `***` in place of
+    credentials: the user, password and query of every URL, and any command after `pipe:`."""
     if isinstance(value, Mapping):
         return {key: without_credentials(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -37,5 +37,5 @@ class CleanFormatter(logging.Formatter):
     """A formatter of log records that applies `without_credentials`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record."""
+        """Return the text of a record without credentials."""
         return str(without_credentials(super().format(record)))

@@ -30,7 +30,8 @@ jumps where it is red. This network: """
 
 def build_page(run: Restored, codec: Codec, text_encoder: str | None = None) -> Any:
     """Return the page of a network as gradio's Blocks; `codec` turns its samples into images.
-    Raises ValueError if gradio is missing or if latents cannot be decoded."""
+    `text_encoder` is a folder or a name on the hub; None: the run's. Raises ValueError if gradio is
+    missing or if latents cannot be decoded."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # no request leaves this machine
     try:
         import gradio as gr
@@ -90,8 +91,9 @@ def draw(
     run: Restored, codec: Codec, encoder: TextEncoder | None,
     condition: str, count: int, scale: float, steps: int, seed: int,
 ) -> Iterator[Image.Image]:  # fmt: skip
-    """Yield a grid of `count` images while a thread samples them. `condition` is a class's name, a
-    prompt or `EACH`; a `scale` of 1 is no guidance. For errors see `Restored.sampling`."""
+    """Yield a grid of `count` images again and again while a thread samples them in `steps` steps.
+    `condition` is a class's name, a prompt or `EACH`; a guidance `scale` of 1 means none. For
+    errors see `Restored.sampling`."""
     network, indices, names = run.backbone, range(count), class_names(run)
     guidance = {"name": "none"} if scale == 1 else {"name": "cfg", "scale": float(scale)}
     labels, titles = default_labels(indices, network.num_classes), list[str]()
@@ -124,9 +126,15 @@ def draw(
 
 
 def draw_route(selector: str, rate: float, order: str, side: int, image: int) -> Image.Image:
-    """Return a picture of the tokens that a selector keeps of a grid with sides `side`, at a
-    selection `rate`, and of a scan's walk over them. `order` is one of `ORDERS`; `image` seeds the
-    choice."""
+    """Return a picture of the tokens that a selector keeps, and of the path of a scan over them.
+
+    Args:
+        selector: name of the selector.
+        rate: fraction of the tokens that are dropped.
+        order: the scan's order, one of `ORDERS`.
+        side: height and width of the grid of tokens.
+        image: seed of the choice of tokens.
+    """
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 

@@ -53,8 +53,8 @@ def describe_machine(device: torch.device) -> list[str]:
 
 
 def describe_packages(device: torch.device) -> list[str]:
-    """Return a line per optional package: its version, why it cannot be imported, and on a GPU the
-    command that installs it."""
+    """Return a line per optional package, with its version. For one that cannot be imported, the
+    line says why and, on a GPU, which command installs it."""
     lines = []
     for name, module, purpose, install in PACKAGES:
         problem = import_problem(module)
@@ -80,8 +80,9 @@ def routes_of(
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
-    """Return a line per usable implementation (form) of an operation, with its relative errors in
-    precision=auto against the naive form in float64, and whether they are small."""
+    """Return pairs of a line and whether its errors are small, for each usable implementation
+    (form) of an operation. The line has the errors of output and gradients in the precision that
+    auto means on `device`, relative to the naive form in float64."""
     checks, dtype = [], DTYPES[resolve_precision("auto", device)]
     for op in get_forms():
         for name in list_forms(op):
@@ -97,8 +98,8 @@ def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
 
 
 def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple[str, bool]]:
-    """Return a line per backbone that matches `pattern`, and whether its routed step on `device`
-    gives finite gradients."""
+    """Return pairs of a line and whether the test passed, for each backbone whose name matches
+    `pattern`. The test: a training step with a route gives finite gradients on `device`."""
     checks = []
     for name in _sizes(pattern):
         network = create_backbone(name, input_size=8, in_channels=1, num_classes=10).to(device)
@@ -116,7 +117,7 @@ def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple
 
 
 def _sizes(pattern: str) -> list[str]:
-    """Return the names of the matching backbones that can be built without options."""
+    """Return the names of the backbones that match `pattern` and have no required options."""
     entries = {name: get_entry("backbone", name) for name in list_backbones(pattern)}
     return [
         name
@@ -126,8 +127,9 @@ def _sizes(pattern: str) -> list[str]:
 
 
 def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int) -> list[str]:
-    """Return a table of the matching backbones: parameters, FLOPs of a forward pass, dense and
-    routed at rate 0.5, tokens, blocks, default route and selector. No network is run."""
+    """Return a table, as lines, of the backbones that match `pattern`: parameters, FLOPs of a
+    forward pass without and with a route at rate 0.5, tokens, blocks, default route and selector.
+    The other arguments are those of `create_backbone`. No network is run."""
     columns = ("M params", "GFLOPs", "routed", "tokens", "blocks", "route")
     lines = [f"{'backbone':25s}" + "".join(f"{c:>9s}" for c in columns) + "  selector"]
     sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}

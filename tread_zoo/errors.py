@@ -80,8 +80,8 @@ INSTEAD = {
 
 
 def unknown_name(field: str, value: object, known: Iterable[str]) -> ValueError:
-    """Return a `ValueError` for a name that is not among `known`. It suggests the nearest one, and
-    lists all names, or the nearest few."""
+    """Return a `ValueError` for the `value` of `field`, a name that is not among `known`. It
+    suggests the nearest known name, and lists all of them or the nearest few."""
     names, text = sorted(known), re.sub(r"[^a-z0-9]+", "_", str(value).lower())
     near = [name for name in (text, USUAL_PARTS.get(text)) if name in names]
     near = near or difflib.get_close_matches(text, names, n=1, cutoff=0.4)
@@ -100,10 +100,10 @@ def unknown_field(
     known: Iterable[str],
     tree: Mapping[str, Any] | None = None,
 ) -> ValueError:
-    """Return a `ValueError` for a field that its group does not have, suggesting the nearest one.
+    """Return a `ValueError` for a field that its group does not have; it suggests the nearest one.
 
     Args:
-        group: dotted; "" at the top.
+        group: dotted name of the group; "" at the top.
         field: the name that was given.
         known: the group's fields.
         tree: all groups with their fields, as nested mappings; with it, the nearest name may be of
@@ -120,8 +120,11 @@ def unknown_field(
 
 
 def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
-    """Return the dotted names that `field` may mean: our name for another project's; up to two
-    fields of that name in other groups; or the most similar name, preferably of its own group."""
+    """Return the dotted names, out of `paths`, that the unknown `field` may mean.
+
+    They are our name for another project's one, else up to two fields that have this name in any
+    group, else the most similar name. `prefix` is the group of `field`, which is preferred.
+    """
     usual = USUAL_NAMES.get(field, "")
     for each in usual.split():
         if each.partition(".")[0] in paths:
@@ -149,8 +152,9 @@ def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def missing_path(field: str, path: str, why: str = "") -> ValueError:
-    """Return a `ValueError` for a path that does not exist, with the nearest name. `why` says why
-    the path was not found elsewhere, as on the hub."""
+    """Return a `ValueError` for a `path` that does not exist, with the nearest name that does.
+    `field` is the setting with the path. `why` says why another place, such as the hub, has no such
+    path."""
     place = Path(path).expanduser().absolute()
     while not place.parent.is_dir():
         place = place.parent

@@ -32,7 +32,7 @@ def create_backbone(
         input_size: height and width of its input, one integer or two.
         in_channels: channels of its input.
         num_classes: number of labels; 0 makes it unconditional.
-        context_length, context_size: T and S of contexts, see `Backbone.add_contexts`; else 0.
+        context_length, context_size: T and S of contexts, see `Backbone.add_contexts`; 0: none.
         options: any other keyword of its constructor, which replaces the preset's value.
 
     Raises:
@@ -51,8 +51,8 @@ def create_backbone(
 
 
 def add_routing(backbone: Backbone, method: Method) -> None:
-    """Add the weights that a routing method owns, if any, as `backbone.routing`; drawn from torch's
-    global generator.
+    """Add the weights of a routing method, if it has any, to a network as `backbone.routing`. They
+    are drawn from torch's global generator.
 
     Raises:
         ValueError: the method does not fit the network, or the network already has such weights.
@@ -81,8 +81,10 @@ def build_backbone(described: Mapping[str, Any]) -> Backbone:
 
 
 def at_size(backbone: Backbone, height: int, width: int) -> Backbone:
-    """Return a network with the same weights for inputs of `height` x `width`; `backbone` itself if
-    that is its size. What a position means is computed from the grid, so nothing is interpolated.
+    """Return a network with the same weights for inputs of `height` x `width`, or `backbone` itself
+    if it has this size.
+
+    Nothing is interpolated: only networks that compute positions from the grid have other sizes.
 
     Raises:
         ValueError: weights belong to single positions, such as learned ones; or the size is not

@@ -1,4 +1,4 @@
-"""Dataclasses of options: their declaration, how `check` makes them, and one walk over fields.
+"""Dataclasses of options: declared with `OPTIONS`, made by `check`, listed by `walk`.
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RouteConfig: ...
@@ -27,8 +27,8 @@ BOOKKEEPING, RARE = "bookkeeping", "rare"
 
 
 class Setting(NamedTuple):
-    """A field of a dataclass of options, by its dotted name. A required one has the default "???",
-    hydra's sign for a missing value."""
+    """A field of a dataclass of options. `name` is dotted if the dataclass is nested. A required
+    field has the default "???", hydra's sign for a missing value."""
 
     name: str
     default: Any
@@ -37,7 +37,8 @@ class Setting(NamedTuple):
 
 
 def walk(cls: Any, prefix: str = "") -> Iterator[Setting]:
-    """Yield the settings of a dataclass of options, nested ones last."""
+    """Yield the settings of a dataclass of options, those of nested dataclasses last. All names get
+    `prefix` in front."""
     hints, nested = get_type_hints(cls, include_extras=True), list[tuple[str, Any]]()
     for field in dataclasses.fields(cls):
         name, hint = prefix + field.name.rstrip("_"), hints[field.name]  # `in_`: `in` is a keyword
@@ -84,8 +85,8 @@ def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value that JSON does not support as plain values: a dataclass, a path, or an array
-    or scalar of numpy or torch."""
+    """Convert a dataclass, a path, or an array or scalar of numpy or torch to values that JSON
+    supports."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return value.tolist() if hasattr(value, "tolist") else os.fspath(value)

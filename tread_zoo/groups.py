@@ -1,5 +1,7 @@
-"""Hydra's view of a script's fields: a field that chooses a registered part is a group, and any
-name is a choice of it. The registry checks names later, so composing imports no part or plug-in.
+"""Hydra's view of a script's fields.
+
+A field that chooses a registered part is a group of hydra, and every name is accepted as a choice.
+The registry checks the name later, so that composing settings imports no part or plug-in.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,8 @@ from tread_zoo.registry import available
 def store_fields(
     name: str, config: type, presets: Mapping[str, str | None], whole: bool = False
 ) -> None:
-    """Store the fields of a script for hydra, none of them set; a group may have any fields.
+    """Tell hydra the fields of a script, all of them without a value. Any option is accepted in a
+    group.
 
     Args:
         name, config: name of the script, and the class of its settings.
@@ -52,7 +55,7 @@ def store_fields(
 
 
 class RegistrySource(ConfigSource):
-    """Hydra's source of registered names, the choices in the groups that its path lists."""
+    """Hydra's source of choices: for each group in the source's path, the registered names."""
 
     whole: Sequence[str] = ()  # groups whose options are shown with their defaults
 

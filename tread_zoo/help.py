@@ -105,8 +105,8 @@ def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
 
 
 def group(kind: str, pattern: str = "*") -> str:
-    """Return the names registered for a kind that match a shell pattern, grouped by class, each
-    group with its class's first line."""
+    """Return the registered names of `kind` that match a shell pattern. Names of the same class are
+    listed together, above the first paragraph of its docstring."""
     by_target: dict[Any, list[str]] = {}
     for name in available(kind, pattern):
         by_target.setdefault(get_entry(kind, name).target, []).append(name)
@@ -117,7 +117,7 @@ def group(kind: str, pattern: str = "*") -> str:
 
 
 def _part(kind: str, name: str) -> str:
-    """Return a text about what the registered part `name` does, and its settings."""
+    """Return a text on the registered part `name` of `kind`: what it does, and its settings."""
     entry = get_entry(kind, name)
     targets = [get_entry(kind, other).target for other in available(kind)]  # they share options
     targets += [getattr(entry.target, role, object) for role in ("mixer", "mlp")]

@@ -44,7 +44,7 @@ def write_model_folder(
     license: str | None = None,
     repo: str | None = None,
 ) -> Path:
-    """Return the folder for the hub, after writing it from a run's newest or a given checkpoint.
+    """Write the folder for the hub from a checkpoint, and return it.
 
     Args:
         path: see `find_checkpoint`.
@@ -53,7 +53,7 @@ def write_model_folder(
         half: store the weights as float16.
         license: licence of the weights by its name on the hub, such as apache-2.0. None takes the
             licence of the project they were imported from. A non-commercial one cannot be changed.
-        repo: user/name for the card; None is the folder.
+        repo: user/name, the title of the card; None: `out` or, without that, the run's folder.
 
     Raises:
         CheckpointError: there is no checkpoint, or its weights do not fit or are not finite.
@@ -96,7 +96,7 @@ def write_model_folder(
 
 
 def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
-    """Return the records of a run's scores whose protocols have the entries `scored`."""
+    """Return the records of a run's scores whose protocols have all the values in `scored`."""
     files = sorted(run.glob("score*.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     records = [each for each in records if scored.items() <= each["protocol"].items()]
@@ -106,9 +106,9 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 
 def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
-    """Copy to `folder` the grids of samples that tread-zoo sample made in the run's folder at
-    `step`, one for each setting of sampling, and return these settings. Grids of one class, of
-    prompts or of contexts are left out."""
+    """Copy grids of samples of a training step to `folder`, one for each setting of sampling, and
+    return these settings as texts. The grids are those that tread-zoo sample made in the run's
+    folder, except grids of one class, of prompts or of contexts."""
     shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, list[str]()
     for grid in sorted(run.glob("generated/*_grid.png")):
         file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD
@@ -128,7 +128,7 @@ def _header(
     name: str,
     license: str | None,
 ) -> Any:
-    """Return the metadata of a card for the hub, a `huggingface_hub.ModelCardData`."""
+    """Return the card's metadata for the hub, a `huggingface_hub.ModelCardData`."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = without_paths(checkpoint.data).get("name", "unknown")
@@ -147,7 +147,7 @@ def _header(
 
 
 def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
-    """Return the hub's name of the task, by the network's condition."""
+    """Return the hub's name of the network's task, such as text-to-image."""
     if "text_encoder" in checkpoint.data:
         return "text-to-image"
     kind = "class-conditional" if backbone.num_classes else "conditional"
@@ -155,7 +155,8 @@ def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
 
 
 def _metric_type(metric: str, record: dict[str, Any]) -> str:
-    """Return a metric's name on the hub. Only distances in Inception's features are fid and kid."""
+    """Return a metric's name on the hub, where fid and kid mean distances in Inception's
+    features."""
     if (record["protocol"].get("extractor") or INCEPTION).startswith(INCEPTION):
         return metric
     others = {"fid": "frechet-distance", "kid": "kernel-distance", "kid_std": "kernel-distance-std"}
@@ -163,7 +164,8 @@ def _metric_type(metric: str, record: dict[str, Any]) -> str:
 
 
 def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
-    """Return the licence of the weights: `license` or, if None, that in the record `imported`."""
+    """Return the licence of the weights: `license` or, if None, that in the record `imported`.
+    Raises ValueError if `license` would replace a non-commercial one."""
     origin = imported.get("license")
     if origin and "-nc" in origin and license not in (None, origin):
         raise ValueError(
@@ -174,7 +176,7 @@ def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
 
 
 def _recipe(checkpoint: Checkpoint, backbone: Backbone, weights: str) -> dict[str, str]:
-    """Return the network and its training as texts, by topic."""
+    """Return texts on the network and its training by topic, such as "optimizer"."""
     meta, config = checkpoint.meta, without_paths(checkpoint.meta["config"])
     file = checkpoint.run_dir / "facts.json"
     count = sum(parameter.numel() for parameter in backbone.parameters())

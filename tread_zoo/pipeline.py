@@ -37,7 +37,8 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """A backbone as a component of a pipeline: `network`, or a new one, built as `described`."""
+    """A backbone as a component of a pipeline. `described` comes from `describe_backbone`; without
+    a `network`, one with fresh weights is built from it."""
 
     ignore_for_config = ["network"]  # noqa: RUF012
 
@@ -67,9 +68,10 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         backbone: a trained network.
         vae: the autoencoder of latents, see `tread_zoo.data.vae.CLASSES`; None for pixels.
         objective, sampler, guidance: names, or mappings with `name` and options.
-        routing: as in training, for samplers with a `selection_rate`; None takes the defaults.
+        routing: the routing method of the training, for samplers with a `selection_rate`; None:
+            tread with its defaults.
         latent_shift, latent_scale: C numbers each; for latents z the network's input is (z - shift)
-            scale. None takes the autoencoder's.
+            * scale. None takes the autoencoder's.
         class_names: names of the labels 0, 1, …
         text_encoder, tokenizer: of transformers, for prompts, see `tread_zoo.data.text.CLASSES`.
     """
@@ -115,9 +117,9 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         Args:
             path: a run's folder, a checkpoint, or `user/name` on the hub.
             weights: see `load_backbone`.
-            vae: the autoencoder; None is the run's, `none` does not decode latents.
-            text_encoder: the text encoder of prompts; None is the run's; with `none`, only
-                contexts can be given.
+            vae: the autoencoder; None is the run's; with `none`, latents are not decoded.
+            text_encoder: the text encoder of prompts; None is the run's; with `none`, contexts can
+                be given, but no prompts.
         """
         run = restore(path, weights=weights, device="cpu", precision="fp32")
         codec = run.codec(vae)
@@ -197,7 +199,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         return contexts
 
     def _decode(self, x: Tensor, output_type: str) -> Any:
-        """Return the network's samples, [B, C, H, W], as `output_type`."""
+        """Return the network's samples x [B, C, H, W] in the form `output_type`, see `__call__`."""
         vae = None if self.vae is None else Vae(self.vae, "vae")
         shift, scale = self.config.latent_shift, self.config.latent_scale
         if vae is not None and scale is None:

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_process_group(device: torch.device) -> None:
-    """Prepare for accelerate, which connects the processes: make a `device` with an index the
-    current one, and translate SLURM's variables."""
+    """Prepare this process for accelerate, which connects the processes of a run. SLURM's variables
+    are translated. If `device` has an index, as in cuda:1, it becomes torch's current device."""
     atexit.unregister(_close)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -33,8 +33,8 @@ def prepare_process_group(device: torch.device) -> None:
 
 
 def log_waiting(timeout_s: float) -> None:
-    """Log that this process waits for the others to connect, if there are several. A process that
-    failed before it could connect leaves no other sign."""
+    """Log that this process waits for the others to connect, if there are others. A process that
+    failed before it could connect leaves no other sign. `timeout_s` is how long it waits."""
     environment = os.environ
     if (others := int(environment.get("WORLD_SIZE", "1")) - 1) > 0:
         logger.info(
@@ -51,13 +51,14 @@ def rank_and_number() -> tuple[int, int]:
 
 
 def wait_for_all() -> None:
-    """Wait until all processes are here."""
+    """Wait until all processes have called this."""
     if rank_and_number()[1] > 1:
         dist.barrier()
 
 
 def close_process_group_at_exit() -> None:
-    """Close the connections when this process exits; call it where every process ends.
+    """Close the connections to other processes when this one exits. Call this only where every
+    process is about to end.
 
     An open group may abort the interpreter's shutdown, and the exit status is lost. A process that
     fails alone must not close the group: closing would wait for processes that wait for this one.

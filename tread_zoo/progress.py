@@ -18,7 +18,7 @@ LINE = "{desc} {n_fmt}/{total_fmt}{unit}  left {remaining}"
 
 
 class _LogFile:
-    """Replaces a terminal for tqdm: each bar is a line of the log."""
+    """Replaces a terminal for tqdm: each state of a bar becomes a line of the log."""
 
     def write(self, text: str) -> None:
         if line := text.replace("\x1b[A", "").strip():  # tqdm moves up when a bar closes
@@ -35,7 +35,9 @@ def progress(
 
     Args:
         what: label of the bar.
+        items: what to iterate over; None: nothing, call `update`.
         unit: suffix of the count, as in " images".
+        shown: False: show nothing.
         options: further options of tqdm.
     """
     if not shown or (dist.is_available() and dist.is_initialized() and dist.get_rank()):

@@ -115,7 +115,7 @@ class Entry:
 
         Args:
             options: some of the part's options.
-            field: their field in a configuration, for errors; None: the kind.
+            field: the setting that has the options, named in errors; None: the kind.
 
         Raises:
             ValueError: an option is unknown or missing, or a value is wrong.
@@ -138,7 +138,8 @@ class Entry:
         return values
 
     def _others_with(self, option: str) -> list[str]:
-        """Return the other parts of this kind with an option, if this part has no similar one."""
+        """Return the names of other parts of this kind that have `option`. Return [] if this part
+        has an option of a similar name, which is probably meant."""
         usual = USUAL_NAMES.get(option, "").rpartition(".")[2]
         if difflib.get_close_matches(option, self.parameters(), 1) or usual in self.parameters():
             return []
@@ -314,9 +315,9 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Return the modules, other than ours, that registered `parts`, given as (kind, {"name": …,
-    options}). Parts that such a part uses count, too: its class may list them as (kind, name) in
-    `used_parts(options)`."""
+    """Return the modules, other than ours, that registered `parts`, pairs (kind, {"name": …,
+    options}). Parts that one of these uses are included, if its class lists them as pairs (kind,
+    name) in `used_parts(options)`."""
     modules = set()
     for kind, part in parts:
         target = get_entry(kind, part["name"]).target

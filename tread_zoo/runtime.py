@@ -33,8 +33,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def local_device(device: str = "auto") -> torch.device:
-    """Return the device of this process: of several GPUs, the one that a launcher gave it. Errors
-    are those of `resolve_device`."""
+    """Return the device of this process. With `auto` or `cuda` on a machine with several GPUs, it
+    is the one that a launcher assigned. Errors are those of `resolve_device`."""
     resolved = resolve_device(device)
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -43,10 +43,10 @@ def local_device(device: str = "auto") -> torch.device:
 
 def resolve_precision(precision: str, device: torch.device) -> str:
     """Return the precision of autocast: `fp32`, `bf16` or `fp16`. `auto` is bf16 if the hardware
-    supports it. Weights are always float32.
+    supports it, else fp16 on a CUDA GPU and fp32 elsewhere. Weights are always float32.
 
     Raises:
-        ValueError: fp16 without a GPU.
+        ValueError: fp16 without a CUDA GPU.
     """
     if precision == "fp16" and device.type != "cuda":
         raise ValueError(f"precision=fp16 needs a CUDA GPU, not {device.type}; use bf16 or fp32.")
@@ -58,8 +58,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def set_float32_products(device: torch.device, precision: str) -> None:
-    """Let a GPU multiply float32 matrices in TF32 if the network computes in half precision;
-    `precision=fp32` is float32 throughout."""
+    """Let a GPU multiply float32 matrices in TF32, unless `precision` is fp32."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 

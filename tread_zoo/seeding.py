@@ -32,13 +32,13 @@ def make_generator(purpose: str, *key: int) -> torch.Generator:
 
 
 class ImageGenerator:
-    """Random numbers for a batch, on the device of the keys. An image's numbers depend on its key.
+    """Random numbers for a batch. The numbers of an image depend only on its key.
 
     Like a `torch.Generator`, each call returns new numbers. The bits are the same on every device;
     normal numbers may be rounded differently.
 
     Args:
-        keys: int64 [B], one per image.
+        keys: int64 [B], one per image; numbers are made on their device.
         ahead: the first bits of each key, int64 [B, any], if they are computed already.
     """
 
@@ -95,8 +95,9 @@ def make_image_generators(
     images: Sequence[int],
     device: torch.device | str = "cpu",
 ) -> dict[str, ImageGenerator]:
-    """Return the generators of `make_image_generator` by purpose. Their keys and first numbers are
-    computed together, because on a GPU a launch costs more than so few numbers."""
+    """Return by purpose the generators that `make_image_generator` returns. Their keys and first
+    numbers are computed together, because each launch of a GPU kernel costs more than these
+    numbers."""
     roots = [_digest(purpose, *key) - 2**63 for purpose in purposes]
     counters = _counters(images, device)
     keys = _mix(torch.cat([counters + root for root in roots]))
@@ -108,7 +109,8 @@ def make_image_generators(
 
 
 def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
-    """Return an `ImageGenerator` itself, or one for `batch` images, keyed by a torch generator."""
+    """Return `generator` itself if it is an `ImageGenerator`; else one for `batch` images, whose
+    keys are drawn from it."""
     if isinstance(generator, ImageGenerator):
         return generator
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -119,7 +121,7 @@ def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
 
 
 def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
-    """Return SplitMix64's counters int64 [B] of the numbered images."""
+    """Return the start of SplitMix64's counter for each image, by its number: int64 [B]."""
     if isinstance(images, range):
         numbers = torch.arange(images.start, images.stop, images.step, device=device)
     else:
@@ -128,8 +130,8 @@ def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def _bits_from(keys: Tensor, first: int, count: int) -> Tensor:
-    """Return the numbers first … first + count - 1 of each key: int64 [B, count], 64 random bits
-    each."""
+    """Return for each key its numbers with the indices first … first + count - 1: int64 [B, count],
+    64 random bits each."""
     steps = torch.arange(first + 1, first + count + 1, device=keys.device)
     return _mix(torch.add(keys[:, None], steps, alpha=_INCREMENT))
 
@@ -140,12 +142,12 @@ def _digest(purpose: str, *key: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """Return SplitMix64's output for the counters z int64."""
+    """Return SplitMix64's output for each value of its counter, z int64."""
     z = (z ^ _shift(z, 30)) * _FACTORS[0]
     z = (z ^ _shift(z, 27)) * _FACTORS[1]
     return z ^ _shift(z, 31)
 
 
 def _shift(z: Tensor, places: int) -> Tensor:
-    """Return z shifted right by `places` bits, filled with zeros; torch's >> copies the sign."""
+    """Return z shifted right by `places` bits. Zeros are shifted in; torch's >> copies the sign."""
     return (z >> places) & ((1 << (64 - places)) - 1)

@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 
 
 def describe_start() -> dict[str, Any]:
-    """Return how this process was started: the time, the command, hydra's overrides, the code."""
+    """Return how this process was started: time, command, hydra's overrides, and version of the
+    code."""
     from hydra.core.hydra_config import HydraConfig
 
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
@@ -26,7 +27,7 @@ def describe_start() -> dict[str, Any]:
 
 
 def describe_code() -> str:
-    """Return the version and, of a clone, its commit; `-dirty` if files differ from it."""
+    """Return the version. In a clone the commit is added, with `-dirty` if files differ from it."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return __version__

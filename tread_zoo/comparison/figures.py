@@ -1,9 +1,9 @@
 """Figures of a comparison: SVG in the text colour of the page around it, and PNG.
 
 A setting is a group of runs that differ only in seed. Each backbone has a colour, or each setting
-if there is one backbone. Dense (unrouted) settings are solid, routed ones dashed or hollow, dense
-ones of fewer blocks dotted or diamonds. SVG groups of colour i have the class `s<i>`; their titles
-are the numbers shown on hover.
+if there is one backbone. Dense (unrouted) settings have solid lines and filled points, routed ones
+dashed lines and hollow points. Dense settings of fewer blocks have dotted lines and diamonds. In an
+SVG, a group drawn in colour i has the class `s<i>`, and a title with the numbers to show on hover.
 """
 
 import io
@@ -56,8 +56,8 @@ class Axis(NamedTuple):
 
     @classmethod
     def over(cls, values: Sequence[Interval], mark: float) -> "Axis":
-        """Return an axis that spans the means of `values`, `mark`, and all intervals but wide
-        ones."""
+        """Return an axis that spans `mark`, the means of `values`, and the ends of their intervals.
+        An interval is ignored if half of it is longer than a third of what the rest spans."""
         inside = [v for v in (mark, *(one.mean for one in values)) if math.isfinite(v)] or [0.0]
         reach = (max(inside) - min(inside)) or abs(inside[0]) or 1.0
         ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
@@ -92,7 +92,7 @@ class Look(NamedTuple):
 
 
 def looks(settings: Sequence[Setting]) -> dict[str, Look]:
-    """Return the look of each setting by label."""
+    """Return the look of each setting, by the setting's label."""
     names = short_names(settings)
     if len({setting.backbone for setting in settings}) > 1:
         names = {s.label: s.backbone for s in settings}
@@ -119,7 +119,8 @@ def looks(settings: Sequence[Setting]) -> dict[str, Look]:
 
 def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> "Figure":
     """Return a plot of a score, column `y` of the runs, against a cost or score, column `x`. Small
-    points are runs, large points means; `arrows` lead from dense settings to their routed ones."""
+    points are runs, large ones the settings' means. `arrows` lead from dense settings to routed
+    ones."""
     figure, axes = _new_figure((5.8, 4.2))
     points: dict[str, tuple[float, float]] = {}
     style = looks(settings)
@@ -149,8 +150,8 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
 
 
 def draw_ranking(settings: Sequence[Setting], metric: str) -> "Figure":
-    """Return a plot of a score with one row per setting, best on top, for settings of equal cost.
-    Small points are runs, a large one their mean, and a line is its interval."""
+    """Return a plot of a score for settings of equal cost: one row per setting, the best on top.
+    Small points are runs, the large one is their mean, and a line shows its interval."""
     scores = {s.label: s.runs[metric].dropna().tolist() for s in settings}
     means = {label: interval(values) for label, values in scores.items() if values}
     best_is_high = direction(metric) == "higher"
@@ -177,9 +178,14 @@ def draw_lines(
     label: str,
     limits: tuple[float, float] | None = None,
 ) -> "Figure":
-    """Return a plot of named lines, each a look and a table with columns step, y, and low and high
-    of a band. `label` names the y axis. With `limits` of that axis, the plot is small, has a line
-    at 0, and `label` is its title."""
+    """Return a plot of named lines, each with a band around it.
+
+    Args:
+        lines: look and table of each line by name. The table has the columns step, y, and low and
+            high, the ends of the band.
+        label: name of the y axis or, with `limits`, title of the plot.
+        limits: ends of the y axis. The plot is then small and has a line at 0.
+    """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, axes = _new_figure((3.4, 2.4) if limits else (5.8, 3.6))
@@ -218,8 +224,8 @@ def add_legend(figure: "Figure", settings: Sequence[Setting]) -> None:
 
 
 def as_svg(figure: "Figure", name: str, *, alone: bool = False) -> str:
-    """Return a figure as an SVG element for a page, or with `alone` as the text of a file. `name`
-    makes its ids unique."""
+    """Return a figure as an SVG element for a page or, with `alone`, as the text of an SVG file.
+    `name` describes it to screen readers, and keeps its ids apart from those of other figures."""
     import matplotlib
 
     stream = io.StringIO()
@@ -252,8 +258,8 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> None:
-    """Write the name of each colour near its last point, with a line to the point. Of the positions
-    in `OFFSETS`, the one that covers fewest names and points is taken."""
+    """Write each look's name near a point, the last one of that name, and draw a line between them.
+    Each name takes the position in `OFFSETS` where it covers the fewest points and names."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # now positions are known
@@ -286,7 +292,7 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
-    """Make the axis `which`, x or y, logarithmic if its values span a factor of three."""
+    """Make the axis `which` (x or y) logarithmic if its values span more than a factor of three."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)] or [1.0]

@@ -1,8 +1,8 @@
 """Results of runs as tables: settings, their scores, and what routing changes at equal budgets.
 
-A setting is a group of runs that differ only in seed. Differences are between runs of equal seeds,
-at the smallest budget (steps, FLOPs or seconds) that any of them spent. Runs that spent more are
-compared at that point of their curves, interpolated linearly.
+A setting is a group of runs that differ only in seed. Two settings are compared seed by seed, at an
+equal budget: the fewest steps, FLOPs or seconds that any of their runs spent. For a run that spent
+more, the score at that budget is interpolated linearly on its curve.
 """
 
 import dataclasses
@@ -58,8 +58,8 @@ class Setting:
     runs: pd.DataFrame  # rows of `read_runs`
 
     def dense_of(self, settings: "Sequence[Setting]") -> "Setting | None":
-        """Return the dense setting to compare this routed one with: it has the same backbone and is
-        equal in every field in which dense settings differ."""
+        """Return the dense setting to compare this one with: the only one that has the same
+        backbone and equals this one in all fields in which dense settings differ; or None."""
         if self.is_dense:
             return None
         dense = [s for s in settings if s.is_dense and s.backbone == self.backbone]
@@ -79,7 +79,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """One setting in a `Row`."""
+    """One setting in a `Row`, with its score."""
 
     kind: str  # dense, routed, or the number of blocks
     setting: Setting
@@ -92,14 +92,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """Settings shown together: a dense one, its routed one and shallower dense ones; or just
-    one."""
+    """Settings that are shown together: a dense one, the routed one to compare with it, and dense
+    ones of fewer blocks; or a single setting."""
 
     name: str
     lines: Sequence[Line]
 
     def best(self, metric: str) -> Line | None:
-        """Return the line with the best score, or None if all samples are at chance."""
+        """Return the line with the best score, or None. Lines whose samples are at chance do not
+        count."""
         sign = -1 if direction(metric) == "higher" else 1
         ranked = [line for line in self.lines if not line.is_at_chance]
         return min(ranked, key=lambda line: sign * line.score.mean, default=None)
@@ -113,11 +114,11 @@ def direction(metric: str) -> str | None:
 
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return the scores that all runs share under one protocol, and notes on the other scores.
-    Distances come first, the held-out loss last.
+    """Return the names of the scores that all runs have under one protocol, and notes on why others
+    are not compared. Distances come first, the held-out loss last.
 
     Sampler, guidance and weights may differ: they are reported as settings. The held-out loss is
-    shared if the data and the protocol's `held_out` agree.
+    compared if the data and the protocol's `held_out` agree.
 
     Raises:
         ValueError: the runs share no score.
@@ -150,7 +151,7 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings, each the runs that differ only in their seed, in order of appearance.
+    """Return the settings in order of appearance. The runs of a setting differ only in their seed.
 
     A setting's label shows only values that most settings do not share, and only options that its
     own backbone, routing method and so on have.
@@ -181,9 +182,9 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
 
 
 def _is_unusual(runs: pd.DataFrame, distinct: pd.DataFrame, field: str) -> pd.Series:
-    """Return for each setting, a row of `distinct`, whether its label shows `field`: if its
-    backbone, routing method and so on have that option, unless more than half of the settings that
-    have it share its value."""
+    """Return for each setting, a row of `distinct`, whether its label shows the option `field`. It
+    does not if the setting's backbone, routing method or the like lacks the option, or if more than
+    half of the settings that have it share its value."""
     has_value, part = runs[field].notna().loc[distinct.index], field.rpartition(".")[0]
     if part in distinct:  # a part that takes the option, even if it is not set
         has_value = has_value.groupby(distinct[part]).transform("any")
@@ -191,7 +192,7 @@ def _is_unusual(runs: pd.DataFrame, distinct: pd.DataFrame, field: str) -> pd.Se
 
 
 def _label(name: str, run: pd.Series, fields: Sequence[str]) -> str:
-    """Return `name`, followed by a run's values of `fields`."""
+    """Return `name`, followed by the names and values of `fields` of a run."""
     parts = (f"{f.rpartition('.')[2]} {_plain(run[f])}" for f in fields)
     return ", ".join([name, *parts])
 
@@ -215,9 +216,9 @@ def _most_have(values: Iterable[str]) -> str | None:
 def values_at_equal(
     runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
 ) -> pd.Series | None:
-    """Return each run's score at the smallest budget that any of them spent, indexed as `runs`;
-    None if it was not measured, or if seconds come from several machines. `axis` is steps, flops or
-    seconds; `runs` and `curves` come from `read_runs` and `read_curves`."""
+    """Return each run's score at an equal budget, the smallest that any of them spent. Return None
+    if it was not measured there, or if the budget is seconds on different machines. `axis` is
+    steps, flops or seconds; `runs` and `curves` come from `read_runs` and `read_curves`."""
     spent = runs[axis]
     if spent.isna().any() or (axis == "seconds" and runs.machine.nunique() > 1):
         return None
@@ -240,8 +241,8 @@ def values_at_equal(
 def difference(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
 ) -> Interval | None:
-    """Return the interval of the score of `routed` minus that of `dense` at an equal budget
-    (`axis`, as in `values_at_equal`), over common seeds; None if it was not measured."""
+    """Return the mean over common seeds of a score's difference, `routed` minus `dense`, with its
+    interval; None if `values_at_equal` gives no values. `axis` is steps, flops or seconds."""
     values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
     if values is None or not np.isfinite(values.astype(float)).all():
         return None
@@ -253,8 +254,8 @@ def difference(
 
 
 def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return a table of step, y (mean), low and high (extremes over seeds) for each step that all
-    runs of a setting measured. Values in scores.jsonl are taken rather than those in the log."""
+    """Return a table of step, y (mean over seeds), low and high (extremes over seeds) for the steps
+    that all runs of a setting measured. Values in scores.jsonl replace those in the log."""
     points = curves[(curves.metric == metric) & curves.folder.isin(setting.runs.folder)]
     by_step = points[points.source == points.source.max()].groupby("step").value
     rows = by_step.agg(y="mean", low="min", high="max", n="count").reset_index()
@@ -264,8 +265,8 @@ def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
 def differences_on_the_way(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str
 ) -> pd.DataFrame:
-    """Return the difference in `metric`, routed minus dense, at each scored step, over common
-    seeds: a table of step, y (mean), low, high and interval."""
+    """Return how the difference in `metric`, routed minus dense, changes during training: a table
+    of step, y (mean over common seeds), low, high and interval, with the steps that were scored."""
     scored = curves[(curves.source == "score") & (curves.metric == metric)]
     table = scored.pivot_table(index="step", columns="folder", values="value")
     first, second = (
@@ -284,10 +285,10 @@ def is_distance(metric: str) -> bool:
 
 
 def at_chance(runs: pd.DataFrame, metric: str) -> bool:
-    """Return whether one of the runs has meaningless samples.
+    """Return whether the samples of any of the runs are meaningless.
 
-    Their label accuracy is at most three standard deviations above chance. If it was not measured,
-    their distance `metric` is over ten times the distance of real images.
+    They are if their label accuracy is at most three standard deviations above chance. If that was
+    not measured, a distance `metric` of over ten times that of real images decides.
     """
     chance = 1 / runs.num_classes.clip(lower=1)
     drawn = runs.protocol.map(lambda protocol: (protocol or {}).get("num_generated", math.inf))
@@ -302,7 +303,8 @@ def make_rows(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str, budgets: Iterable[str]
 ) -> list[Row]:
     """Return the settings as rows, best `metric` first, samples at chance last. A dense setting
-    shares a row with its only routed one and with dense ones of fewer blocks."""
+    shares a row with dense ones of fewer blocks and with the routed one that is compared with it,
+    if there is only one. `budgets` are kinds of equal budgets, such as steps."""
     dense_of = {s.label: s.dense_of(settings) for s in settings}
     shallower = {s.label: s.shallower(settings) for s in settings}
     shallow = {less.label for others in shallower.values() for less in others}
@@ -333,7 +335,7 @@ def make_rows(
 
 
 def short_names(settings: Sequence[Setting]) -> dict[str, str]:
-    """Return short names of settings by label, without what all of them share."""
+    """Return short names of settings by label, without a backbone or routing that all share."""
     if len(settings) == 1 or len({s.backbone for s in settings}) > 1:
         return {s.label: s.label for s in settings}
     rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
@@ -345,15 +347,15 @@ def short_names(settings: Sequence[Setting]) -> dict[str, str]:
 def ratios_to_dense(
     settings: Sequence[Setting], metrics: Sequence[str]
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
-    """Return the columns (backbones, then `all`) and a row of ratios per method, lowest first: the
-    score of each routed or shallower setting divided by its dense setting's.
+    """Return the names of the columns, and by routing method (or smaller depth) a row of ratios:
+    its score divided by the dense setting's. The lowest ratios come first.
 
-    `all` is the mean over three backbones or more, with backbones as the sample. A single ratio
-    gives an empty table.
+    A column is a backbone. With three or more there is also `all`, the mean over backbones, with
+    backbones as the sample. A single ratio gives an empty table.
 
     Args:
         settings: trained for equal steps or, if `training.num_flops` was set, equal FLOPs.
-        metrics: one or two distances: the first decides, the second may dissent.
+        metrics: the distance of the ratios, and perhaps one that may give another verdict.
     """
     found: dict[str, dict[str, Ratio]] = {}
     for setting in settings:
@@ -376,8 +378,9 @@ def ratios_to_dense(
 
 
 def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | None:
-    """Return the ratio of two settings' scores in the first of `metrics`, with the last one's
-    verdict if it differs; None if it cannot be computed."""
+    """Return the ratio of `setting`'s score to `dense`'s in the first of `metrics`, or None if it
+    cannot be computed. If the last of `metrics` gives another verdict, the ratio carries that,
+    too."""
     logs = [_log_ratio(setting, dense, metric) for metric in metrics]
     if logs[0] is None:
         return None
@@ -433,8 +436,8 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
 
 
 def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
-    """Return mean ± standard deviation over seeds for each setting, and a row for real images if
-    they were scored."""
+    """Return a table of scores and costs, mean ± standard deviation over seeds: a row per setting,
+    and one for real images if they were scored."""
     runs = pd.concat([setting.runs for setting in settings])
     costs = [name for name in COSTS if runs[name].notna().any()]
     costs = [c for c in costs if c != "flops_per_sample" or runs[c].nunique() > 1]
@@ -452,8 +455,8 @@ def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
 def contribution_table(
     settings: Sequence[Setting],
 ) -> list[tuple[str, list[tuple[float, bool]], list[str]]]:
-    """Return (label, blocks, ranges) of each measured setting, means over seeds: per block its
-    contribution and whether it is routed; per range its contribution as text."""
+    """Return (label, blocks, ranges) for each setting whose contributions were measured, as means
+    over seeds: (contribution, is routed) for each block, and a text for each range."""
     rows = []
     for setting in settings:
         columns = setting.runs.filter(regex=r"^contribution_").dropna(axis=1, how="all")
@@ -490,7 +493,7 @@ def metric_with_arrow(metric: str) -> str:
 
 
 def with_si_prefix(value: float, index: object = None) -> str:
-    """Return a number as text, from ten thousand on with an SI prefix as in 1.5T."""
+    """Return a number as text, from ten thousand on with an SI prefix, as in 1.5T."""
     for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{letter}"

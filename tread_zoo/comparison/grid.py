@@ -1,7 +1,8 @@
 """Grids of processes: one command for every combination of swept overrides.
 
-A cell whose result exists is skipped, and an interrupted one continues, so the same command resumes
-a grid. Cells end with the process that started them; on Linux, even if that is killed.
+A process of the grid is a cell. A cell whose result exists is skipped, and an interrupted one
+continues, so the same command resumes a grid. Cells end when the process that started them ends; on
+Linux, also when it is killed.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 @dataclass(frozen=True)
 class Cell:
-    """One process of a grid."""
+    """One process of a grid: its command, and the files that it writes."""
 
     name: str  # a file name, unique in the grid
     choices: Mapping[str, str]  # the swept values by field: {"backbone": "dit_tiny", "seed": "0"}
@@ -46,13 +47,14 @@ class Cell:
 def expand(
     grids: Sequence[Mapping[str, Sequence[str]]], fixed: Sequence[str] = ()
 ) -> list[tuple[dict[str, str], list[str]]]:
-    """Return (swept value by field, all overrides) for each combination of swept values, once.
+    """Return a pair for each combination of swept values: its values by field, and all overrides of
+    its command. A combination that occurs in several grids is returned once.
 
-    All settings run with their first seed before any runs with a second, so that a comparison that
-    is stopped early has results for each.
+    All settings with the first seed come before any with the second, so that a comparison that is
+    stopped early has a result for each.
 
     Args:
-        grids: values by field; each grid is swept on its own.
+        grids: swept values by field; each grid is swept on its own.
         fixed: overrides of all commands.
 
     Raises:
@@ -106,17 +108,18 @@ def run_cells(
     devices: Sequence[str] = (),
     stream: TextIO | None = None,
 ) -> dict[str, str]:
-    """Run the cells without a result, and return the reason for each failure by the cell's name.
+    """Run the cells that have no result yet; return why cells failed, by the cell's name.
 
-    Ctrl-C ends the processes, which save their state, and is raised again. If another process is
-    still training a cell, wait for it: it may be saving because its comparison was killed.
+    Ctrl-C ends the processes, which save their state, and is raised again. A cell that another
+    process is still training is waited for: that process may be saving, because its comparison was
+    killed.
 
     Args:
         cells: the grid.
         jobs: processes at a time.
         devices: values for CUDA_VISIBLE_DEVICES; cells that run together cycle through them.
-        stream: receives a line with the scores of each cell; None: standard output. A terminal
-            also gets a progress bar with the last line of a cell's log.
+        stream: where a line with the scores of each cell is written; None: standard output. A
+            terminal also gets a progress bar with the last line of a cell's log.
     """
     stream = stream or sys.stdout
     done = [cell for cell in cells if cell.result.exists()]

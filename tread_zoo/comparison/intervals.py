@@ -2,8 +2,8 @@
 
     mean ± t s / sqrt(n)        t of n-1 degrees of freedom, two-sided 95 %; n = 3 has t = 4.3
 
-The n values have the standard deviation s, and are one per training seed. Average repeated scores
-of one seed first: a single pair of trainings settles nothing, however often it is scored.
+There are n values, one per training seed, and s is their standard deviation. Average repeated
+scores of one seed first: a single pair of trainings settles nothing, however often it is scored.
 """
 
 import math
@@ -50,14 +50,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of two scores, such as one with routing over that of the same backbone without."""
+    """The ratio of two scores, such as the score with routing to that of the same backbone
+    without."""
 
     log: Interval  # the logarithm of the ratio
     dissent: str = ""  # the verdict of the second distance, if it differs
 
     @property
     def ratio(self) -> float:
-        """The geometric mean over seeds."""
+        """The ratio, a geometric mean over seeds."""
         return math.exp(self.log.mean)
 
     def in_brackets(self) -> str:
@@ -76,12 +77,12 @@ def interval(values: Sequence[float]) -> Interval:
 
 def log_ratio(first: pd.Series, second: pd.Series, *, paired: bool) -> Interval:
     """Return the logarithm of the ratio of two positive scores, first over second, with its
-    interval; exp of its ends bounds the ratio itself.
+    interval. exp of the interval's ends bounds the ratio itself.
 
     Args:
         first, second: scores indexed by training seed.
-        paired: take differences per seed, for networks that start from equal weights, as networks
-            of one depth do; else Welch's interval of the two means.
+        paired: take the difference of logarithms for each seed. This suits networks that start from
+            equal weights, as networks of one depth do. Otherwise Welch's interval is returned.
     """
     logs = [series.dropna().map(math.log) for series in (first, second)]
     if paired:

@@ -39,13 +39,13 @@ def write_report(
     `figures/*.svg` to the folder `out`, and return the markdown.
 
     Args:
-        runs, curves: from `read_runs` and `read_curves`. A run with several rows was scored with
-            several guidances or samplers; its cost is then the cost of sampling.
+        runs, curves: from `read_runs` and `read_curves`. If a run has several rows, one for each
+            guidance or sampler, costs are those of sampling, not of training.
         out: the folder.
         title: the first line.
         command: the command that made the runs, or "".
         metric: the score that decides; None: the first distance that all runs have.
-        failed: reasons of failures by name of the cell, for the notes.
+        failed: why cells failed, by the cell's name, for the notes.
 
     Raises:
         ValueError: no run was scored, or the runs share no score.
@@ -96,7 +96,8 @@ def write_report(
 def _comparable(
     runs: pd.DataFrame, failed: Mapping[str, str]
 ) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """Return the finished runs without duplicates, their common scores, and notes on the rest."""
+    """Return the finished runs without duplicates, the names of their common scores, and notes on
+    all that is left out. `failed` has why cells failed, by the cell's name."""
     ended = runs[runs.ended]
     if not len(ended):
         raise ValueError("No run has been scored: there is nothing to compare.")
@@ -113,8 +114,8 @@ def _comparable(
 def _ratios(
     settings: Sequence[Setting], metrics: Sequence[str], main: str
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
-    """Return `ratios_to_dense` for the metric that decides, `main`, and the next distance; empty if
-    lower values of `main` are not better."""
+    """Return `ratios_to_dense` for two scores: `main`, which decides, and the first other distance
+    in `metrics`. Return an empty table if lower values of `main` are not better."""
     if findings.direction(main) != "lower":
         return [], {}
     others = [name for name in metrics if name != main and findings.is_distance(name)]
@@ -136,10 +137,17 @@ def _figures(
     *,
     by_sample: bool,
 ) -> "dict[str, Figure]":
-    """Return the figures by name: for each pair the difference, routed minus dense, during
-    training; the `plane` of precision and recall; `quality` against cost (or a `ranking` if all
-    cost the same); and curves of metrics that all runs scored during training. The first of
-    `metrics` decides."""
+    """Return the figures by name.
+
+        difference …       routed minus dense during training, for each pair of settings
+        plane              precision against recall
+        quality            the score that decides, the first of `metrics`, against the cost
+        ranking            instead of `quality`, if all settings cost the same
+        curve …            a metric during training, for each one that all runs scored
+
+    `by_sample` says that settings differ in sampling, not in training. Costs are then those of
+    sampling, and there are no figures of the training.
+    """
     figures: dict[str, Figure] = {}
     style, main = draw.looks(settings), metrics[0]
     pairs = {}
@@ -216,9 +224,9 @@ def _page(
 
 
 def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return, by label, two pictures of each setting's samples as data URLs: the grid, and its
-    first three images. Samples are from the first seed that all settings have. Real images are
-    added if a run has them."""
+    """Return two pictures of each setting's samples by label, as data URLs: the whole grid, and its
+    first three images. The samples are those of the first seed that all settings have. Real images
+    are added under `real images` if a run has them."""
     common = sorted(set.intersection(*(set(setting.runs.seed) for setting in settings)))[:1]
     pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:
@@ -247,7 +255,8 @@ def _embed(path: Path) -> tuple[str, str]:
 
 
 def _configs(runs: pd.DataFrame) -> dict[str, Any]:
-    """Return the runs' names, and the values of every setting in which any two runs differ."""
+    """Return `runs`, the names of the runs, and `values`: for each setting in which any two runs
+    differ, a list of every run's value as JSON."""
     folders = list(dict.fromkeys(runs.folder))
     files = [Path(folder) / "config.json" for folder in folders]
     flat = [

@@ -32,8 +32,8 @@ NAMED = ("backbone", "routing", "data")  # columns of every table, even if all r
 
 
 def find_runs(folders: Folders) -> list[Path]:
-    """Return the folders of runs, without duplicates. A pattern such as "runs/*" is replaced by its
-    matches that contain a run. Raises ValueError if there is none."""
+    """Return the folders of runs, without duplicates. A pattern such as "runs/*" stands for its
+    matches that contain a run. Raises ValueError if a folder or pattern has none."""
     runs: dict[Path, None] = {}
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
         path = Path(folder)
@@ -78,12 +78,14 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
 
 
 def read_curves(folders: Folders) -> pd.DataFrame:
-    """Return a long table of all that was measured during training; for `folders` see `read_runs`.
+    """Return a table of all that was measured during training, with a row for each value.
 
     Columns: `folder`, `source` ("log" for metrics.jsonl, "score" for scores.jsonl), `metric`,
     `step`, `flops` and `seconds` of training until then (seconds at the run's mean rate), `value`.
-    The held-out loss in the log uses one noise per image, in the scores several.
-    `held_out_loss_1` to `_4` are its means over quarters of rising noise level.
+    The held-out loss in the log uses one noise per image, in the scores several. `held_out_loss_1`
+    to `_4` are its means over quarters of rising noise level.
+
+    For `folders` see `read_runs`.
     """
     points = []
     for path in find_runs(folders):
@@ -122,8 +124,8 @@ def write_table(table: pd.DataFrame, file: Path) -> None:
 
 
 def read_table(file: str | Path) -> pd.DataFrame:
-    """Return a table that `write_table` wrote, such as results.csv. Only empty cells are missing
-    values: the text `None` stays."""
+    """Return a table that `write_table` wrote, such as results.csv. Only empty cells become missing
+    values; the text `None` stays a text."""
 
     def unquote(value: Any) -> Any:
         return re.sub(f"^'(?={FORMULA.pattern})", "", value) if isinstance(value, str) else value
@@ -158,7 +160,7 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run by their command-line names."""
+    """Return the settings of the run in `folder`, by their command-line names."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     flat = flatten(with_new_names(config))
     return {

@@ -1,12 +1,12 @@
 """Contributions of blocks: how much a trained network's output and loss change without a block.
 
-    c_l = |F - F_without| / |F|        over all images at noise level l; the mean over three levels
-    r   = L_without / L - 1            the rise of the loss, over all images and levels
+    c = |F - F_without| / |F|       over all images at a noise level; then the mean of three levels
+    r = L_without / L - 1           the rise of the loss, over all images and levels
 
-F is the network's raw output, whose scaling the objective sets, and L its loss; F_without and
-L_without are those without block l, which tokens pass unchanged. The levels are the quantiles .2,
-.5 and .8 of the objective's training levels: t = .2, .5, .8 if t is uniform. A small c does not
-mean an idle block: the loss may rise by 2 % and samples be far worse.
+F is the network's raw output, as the objective scales it, and L is the loss. For F_without and
+L_without the block (or a range of blocks) is skipped: all tokens pass it unchanged. The levels are
+the quantiles .2, .5 and .8 of the objective's training levels: t = .2, .5, .8 if t is uniform. A
+small c does not mean an idle block: the loss may rise by 2 % and samples be far worse.
 
 B batch, C channels, H height, W width.
 """
@@ -42,8 +42,8 @@ def data_contributions(
     batch_size: int = 250,
     num_images: int = NUM_IMAGES,
 ) -> dict[str, Any]:
-    """Return the record of `contributions` on held-out images; on training images if no images
-    were held out."""
+    """Return the record of `contributions` on `num_images` evenly spaced held-out images of `data`,
+    or training images if none were held out. Other arguments are explained there."""
     part = data.train if data.held_out is None else data.held_out
     images, labels = stack_part(part, num_images)
     device = next(backbone.parameters()).device
@@ -64,10 +64,11 @@ def own_contributions(
     precision: str,
     num_images: int = 16,
 ) -> dict[str, Any]:
-    """Return the record of `contributions` on images that the network samples itself, with the
-    ranges routed in training. It needs no data.
+    """Return the record of `contributions` on `num_images` images that the network samples itself,
+    as `sampling` says. The ranges are those that were routed in training.
 
-    The same blocks matter as on real images; tests compare both on a network for digits.
+    No data are needed. Tests on a network for digits find that the same blocks matter as on real
+    images.
     """
     indices, device = range(num_images), next(backbone.parameters()).device
     labels = default_labels(indices, backbone.num_classes)
@@ -90,18 +91,20 @@ def contributions(
     precision: str,
     batch_size: int = 250,
 ) -> dict[str, Any]:
-    """Return how much each block and each range of blocks contributes, as a record.
+    """Return a record of how much each block and each range of blocks contributes.
 
-    `blocks` lists c per block, `ranges` [start, end, c] per range, as fractions of the output;
-    `loss_rises` lists r per block, then per range; `loss` is L. Noise and levels are the same in
-    every call.
+    `blocks` lists for each block how much the output changes without it, c in the module's
+    docstring. `ranges` has an entry [start, end, c] for each range. Both are fractions, not
+    percent. `loss_rises` lists by what fraction the loss rises, r, without each block, then without
+    each range. `loss` is the loss of the whole network. Noise and levels are the same in every
+    call.
 
     Args:
         backbone, objective: a trained network and its objective.
         x, y: clean images [B,C,H,W] in the model's range; labels [B], contexts, or None.
         ranges: ranges of blocks, [start, end).
         precision: a resolved precision, see `tread_zoo.runtime`.
-        batch_size: inputs per batch; an image is an input once per level.
+        batch_size: inputs per batch; each image is one input per level.
     """
     generator = make_generator("worth")
 
@@ -148,8 +151,8 @@ def _recorded(
     precision: str,
     outputs: list[Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the network with these labels and routes as a function of (x_t, t), for the objective;
-    each call appends its output to `outputs`."""
+    """Return a function of (x_t, t) for `Objective.loss`: it runs the network with these labels and
+    routes, appends the output to `outputs` and returns it."""
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
         with autocast(x_t.device, precision):
@@ -160,22 +163,22 @@ def _recorded(
 
 
 def ranges_of(backbone: Backbone, routing: Method) -> Ranges:
-    """Return the ranges [start, end) of blocks that `routing` routes; if it routes none, the
-    backbone's default range, unless that is empty."""
+    """Return the ranges [start, end) of blocks that `routing` routes. If it routes none, return the
+    backbone's default range, or [] if that is empty."""
     default = range(backbone.num_blocks)[slice(*backbone.default_range)]
     ranges = routing.ranges(Stack.of(backbone))
     return ranges or ([(default.start, default.stop)] if default else [])
 
 
 def contribution_names(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of `contributions` by name: `contribution_3` for block 3,
-    `contribution_2_8` for the range [2, 8)."""
+    """Return by name how much each block and range changes the output, from a record of
+    `contributions`: `contribution_3` for block 3, `contribution_2_8` for the range [2, 8)."""
     blocks = {f"contribution_{i}": value for i, value in enumerate(record.get("blocks", ()))}
     return blocks | {f"contribution_{a}_{b}": value for a, b, value in record.get("ranges", ())}
 
 
 def describe_contributions(record: Mapping[str, Any]) -> list[str]:
-    """Return the values of `contributions` as lines of text."""
+    """Return a record of `contributions` as lines of text."""
     values = "  ".join(f"{i} {value:.3f}" for i, value in enumerate(record["blocks"]))
     lines = [f"output changes without block: {values}"]
     rises = record.get("loss_rises", [])[len(record["blocks"]) :]  # earlier records have none

@@ -1,8 +1,8 @@
 """Scoring of a backbone's samples, during training or from a checkpoint.
 
-    samples by number -> `tread_zoo.evaluation.score` -> values and their protocol
+Samples are made batch by batch, scored by `tread_zoo.evaluation.score` and not kept.
 
-Samples are made batch by batch and not kept. Dimensions: B batch, C channels, H height, W width.
+Dimensions: B batch, C channels, H height, W width.
 """
 
 from collections.abc import Mapping
@@ -46,9 +46,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the record of a network's scores; every rank must call this.
 
-    `values` has the scores of samples, `real` the scores of held-out images if the reference is the
-    training images, `protocol` everything that scores depend on, and `contributions` the effect of
-    each block (`tread_zoo.evaluation.contribution`). `not_scored` says why metrics are missing.
+    `values` has the scores of samples and `real` those of held-out images, if the reference is the
+    training images. `protocol` has all that scores depend on, and `contributions` the effect of
+    each block. `not_scored` says which metrics are missing and why.
 
     Args:
         backbone, objective, data: the network, its objective in training, and its data.
@@ -56,7 +56,7 @@ def evaluate(
         precision: a resolved precision, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`.
         routing: the routing method used in training.
-        cache: a dictionary, at first empty, for what does not depend on the weights.
+        cache: an empty dictionary, where later calls find what does not depend on the weights.
         metadata: further fields of `Protocol`, such as `weights` and `step`.
     """
     cache = {} if cache is None else cache
@@ -106,9 +106,9 @@ def evaluate(
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the scores of all images in a folder or .npz file, as a record like `evaluate`'s. The
-    reference is a part of `data`, or a path in `options`. Raises ValueError if no metric can be
-    computed."""
+    """Return the scores of all images in a folder or .npz file `place`, as a record like
+    `evaluate`'s. `options` names the reference: a split of `data`, or a path. Raises ValueError if
+    no metric can be computed."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation = evaluation.fit(len(images), images.shape, images.num_classes)
@@ -125,8 +125,8 @@ def evaluate_images(
 
 
 def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
-    """Return the held-out images, whose scores show what real images reach; None if there are none,
-    if they are latents, or if the reference is not the training images."""
+    """Return the held-out images, whose scores show what real images reach. Return None if there
+    are none, if they are latents, or if the reference is not the training images."""
     if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
     return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)
@@ -139,9 +139,9 @@ def check_evaluation(
     num_classes: int | None = None,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return an `Evaluation` for samples like `data`, checked before any sample is made.
-    `num_classes` counts the samples' classes; None: the data's. Raises ValueError for an option
-    that does not fit."""
+    """Return an `Evaluation` for samples of the size of `data`, checked before any sample is made.
+    `num_classes` is the number of the samples' classes, by default that of the data. Raises
+    ValueError for an option that does not fit."""
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
     if evaluation.extractor is not None:
@@ -163,8 +163,9 @@ def make_evaluation(
     num_classes: int = 0,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return an `Evaluation` for images of `num_classes` classes (0: no labels); its `fit` is not
-    called yet. Raises ValueError for unknown names or missing files."""
+    """Return an `Evaluation` for images of `num_classes` classes (0: no labels). Whether its
+    metrics can be computed is checked later, by its `fit`. Raises ValueError for unknown names or
+    missing files."""
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
     reference = _open_reference(options, data, device)
@@ -247,7 +248,8 @@ def describe_record(record: Mapping[str, Any]) -> list[str]:
 
 
 def describe_sampling(protocol: Mapping[str, Any]) -> str:
-    """Return the settings and the cost of sampling as a short text."""
+    """Return a short text on the settings and the cost of sampling, from the protocol of a
+    score."""
     sampling = protocol["sampling"]
     words = [f"{sampling['sampler']} {sampling['num_steps']} steps"]
     defaults = {"grid": "auto", "shift": 1.0, "rho": "auto", "selection_rate": 0.0}

@@ -159,8 +159,8 @@ class ClassifierFeatures(nn.Module):
         self.classify = nn.Linear(self.num_features, num_classes)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Return, for images uint8 [B,C,H,W], pooled [B, D], logits [B, num_classes] and
-        feature_map [B, D, h, w] by name."""
+        """Return the features of images uint8 [B,C,H,W] by name: pooled [B, D], logits [B,
+        num_classes] and feature_map [B, D, h, w]."""
         x = images.to(self.classify.weight.dtype) / 255
         for index, (_, _, is_pooled) in enumerate(self.layers, start=1):
             x = F.gelu(self.get_submodule(f"conv{index}")(x))
@@ -204,8 +204,8 @@ def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
 
 
 def _load_exported(file: Path, device: torch.device) -> tuple[Network, tuple[int, ...]]:
-    """Return the network in a file of torch.export, a function from uint8 [B,C,H,W] to pooled
-    features [B, D] by name, and the [C, H, W] that it takes."""
+    """Return the network in a file of torch.export, as a function from uint8 [B,C,H,W] to
+    {"pooled": features [B,D]}, and the size [C,H,W] of the images that it takes."""
     from torch.export import load
     from torch.export.passes import move_to_device_pass
 
@@ -271,8 +271,13 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
 
 
 def _hub_file(path: str | None, url: str, field: str) -> Path:
-    """Return the file of weights: `path`, or the file named at the end of `url` in the folder
-    `path` (None: torch's hub folder). If it is missing, the error names the setting `field`."""
+    """Return the path of a file of weights, which has the name at the end of `url`.
+
+    Args:
+        path: the file, or a folder that has it; None: torch's hub folder.
+        url: where it can be downloaded; only the error mentions this.
+        field: setting that the error names if the file is missing.
+    """
     name = url.rpartition("/")[2]
     file = Path(path).expanduser() if path else Path(torch.hub.get_dir(), "checkpoints", name)
     file = file / name if file.is_dir() else file

@@ -1,13 +1,13 @@
 """FLOPs of the executed code, counted by torch's flop counter on the meta device.
 
 torch counts matrix products; formulas that `tread_zoo.kernels` registers (docs/evaluation.md) count
-scans and the convolutions before them. A multiply-add is 2; elementwise work is not counted, as is
-usual. Every operation is counted in its torch form, so that all machines agree. The recomputation
-of activation checkpointing is counted.
+scans and the convolutions before them. A multiply-add is 2 FLOPs. Elementwise work is not counted,
+as is usual. Every operation is counted in its torch form, so that all machines agree. The
+recomputation of activation checkpointing is counted.
 
-A step costs the mean over what its routing method may choose (its variants), such as a route with
-probability p and no route with 1 - p. For a variant, one forward and one backward pass are counted
-or, if a loss is given, everything that the loss of a step computes.
+A routing method may choose between variants of a step, such as a route with probability p and no
+route with 1 - p. The step's cost is the mean over them. The cost of a variant is that of one
+forward and one backward pass or, if a loss is given, of everything that this loss computes.
 """
 
 import json
@@ -37,13 +37,14 @@ Loss = Callable[[Backbone, Tensor, Tensor | None, Routes], Tensor]
 def count_flops(
     backbone: Backbone, *, batch: int = 1, routes: Routes = (), backward: bool = False
 ) -> int:
-    """Return the FLOPs of a forward pass (with `backward`, of both passes) on `batch` images."""
+    """Return the FLOPs of a forward pass (with `backward`, of both passes) on `batch` images, with
+    the crossings `routes` in place."""
     return _trace(without_data(backbone), batch, routes, backward)
 
 
 def training_flops(backbone: Backbone, routing: Method, num_steps: int) -> float:
     """Return the FLOPs per image, forward and backward, averaged over a run of `num_steps` steps.
-    Random choices of a step count with their probabilities."""
+    Where steps choose at random, each choice is weighted by its probability."""
     return mean_flops(stage_flops(backbone, routing, num_steps))
 
 
@@ -55,8 +56,9 @@ def mean_flops(stages: Sequence[tuple[range, float]]) -> float:
 def stage_flops(
     backbone: Backbone, routing: Method, num_steps: int, loss: Loss | None = None
 ) -> list[tuple[range, float]]:
-    """Return (steps, FLOPs per image) for each stage of a run, in which all steps cost the same.
-    Counted are one forward and one backward pass or, with a `loss`, all of its passes."""
+    """Return (steps, FLOPs per image) for each stage of a run; all steps of a stage cost the same.
+    The FLOPs are those of one forward and one backward pass or, with a `loss`, of all that it
+    computes and of its gradient."""
     meta, stages = without_data(backbone), dict[range, float]()
     for steps, weight, crossings in routing.variants(Stack.of(backbone), num_steps):
         flops = weight * _trace(meta, 1, crossings, True, loss)
@@ -66,8 +68,8 @@ def stage_flops(
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """The cost of sampling one image: evaluations of the network plus those of guidance's weak
-    network, and FLOPs."""
+    """The cost of sampling one image: how often a network is evaluated, the guidance's weak network
+    included, and the FLOPs."""
 
     evaluations: int
     flops: int
@@ -80,10 +82,11 @@ def count_sampling(
     *,
     weak: Backbone | None = None,
 ) -> SamplingCost:
-    """Return the cost of sampling an image with `options`. Raises ValueError if they do not fit.
+    """Return the cost of sampling one image with `options`. Raises ValueError if these do not fit
+    the network.
 
     `generate` runs with networks that compute nothing and count their calls, so guidance costs
-    nothing at levels where it is off.
+    nothing at the noise levels where it is off. `weak` is guidance's weak network.
     """
     calls: list[int] = []
 
@@ -116,8 +119,9 @@ def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) ->
 def _trace(
     meta: Backbone, batch: int, routes: Routes, backward: bool, loss: Loss | None = None
 ) -> int:
-    """Return the FLOPs of one call of `meta`, a network from `without_data`, on `batch` images;
-    with `backward`, its gradient included. Equal calls are traced once."""
+    """Return the FLOPs of one call of `meta`, a network from `without_data`, on `batch` images.
+    `loss` is called instead of the network if it is given. `backward` adds the gradient. Equal
+    calls are traced once."""
     of = getattr(loss, "key", loss)
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward, of)
     if key in _TRACED and meta.name is not None:  # without a name the options are unknown
@@ -152,8 +156,8 @@ def _kind(crossing: Crossing) -> tuple[Any, ...]:
 
 
 def _structure(network: Backbone) -> tuple[Any, ...]:
-    """Return what a network's FLOPs depend on: its class, its options, the options of a routing
-    method with weights, and all shapes, which show added layers."""
+    """Return a hashable description of what a network's FLOPs depend on: its class, its options and
+    those of its routing method, which blocks are recomputed, and the shapes of its parameters."""
     shapes = tuple((name, tuple(p.shape)) for name, p in network.named_parameters())
     options = json.dumps([network.config, network.routing_config])
     return type(network), options, network.checkpoint_blocks, shapes

@@ -1,4 +1,4 @@
-"""The loss on held-out images with fixed noise and levels, which compares runs image by image."""
+"""The loss on held-out images, with fixed noise and levels: runs can be compared image by image."""
 
 import hashlib
 import json
@@ -39,10 +39,11 @@ def held_out_loss(
     num_draws: int = 1,
     batch_size: int = HELD_OUT_IMAGES,
 ) -> tuple[float, list[float]] | None:
-    """Return the mean loss without routing on held-out images, and its means over four quarters of
-    rising noise level; None without held-out images.
+    """Return the mean loss without routing on held-out images, and a list of four means: of the
+    quarter of losses at the lowest noise levels, and so on up to the highest. Return None without
+    held-out images.
 
-    Each image has `num_draws` levels and noises, which depend only on the seed, so steps and
+    Each image is noised `num_draws` times. Levels and noise depend only on the seed, so steps and
     networks can be compared. `precision` is a resolved one, see `tread_zoo.runtime`.
     """
     if data.held_out is None:
@@ -74,8 +75,8 @@ def held_out_record(
 ) -> dict[str, Any]:
     """Return what the held-out loss depends on besides the network; {} without held-out images.
 
-    `held_out_sha256` is a hash of the stored images in order, their labels or contexts, and the
-    normalization of latents.
+    `seed` and `num_draws` are those of `held_out_loss`. `held_out_sha256` is a hash of the stored
+    images in order, their labels or contexts, and the normalization of latents.
     """
     if data.held_out is None:
         return {}

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size. `read` takes a range of indices, step 1, and returns uint8 [B,C,H,W] on
-    the CPU, and labels [B] or None."""
+    """Images of one size. `read` takes a range of indices with step 1. It returns uint8 [B,C,H,W]
+    on the CPU, and labels [B] or None."""
 
     name: str  # for records
     shape: tuple[int, ...]  # C, H, W
@@ -44,8 +44,8 @@ class Images:
 
 def open_images(images: "Images | Tensor | str | Path", field: str = "samples") -> Images:
     """Return a tensor, a folder of pictures or an .npz file as `Images`; errors name the setting
-    `field`. Only headers of files are read. Raises ValueError for images of several sizes or
-    another type."""
+    `field`. Only headers of files are read. Raises ValueError for images that are not uint8 or
+    differ in size."""
     if isinstance(images, Images):
         return images
     if isinstance(images, Tensor):
@@ -152,7 +152,8 @@ def _open_npz(file: Path, field: str) -> Images:
 
 
 def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
-    """Return labels int64 [count]. Raises ValueError unless `where` has class numbers 0, 1, …."""
+    """Return class labels int64 [count] from the array `values`. Raises ValueError if these are not
+    `count` class numbers 0, 1, …; the error names the array by `where`."""
     labels, names = read_labels(values, where)
     if names or len(labels) != count or int(labels.min()) < 0:
         raise ValueError(

@@ -3,8 +3,9 @@
     @register("metric", "mean_gap", better="lower")
     def mean_gap(generated, real): ...                 # features [N, D], [M, D] -> float
 
-A metric returns a float, or several by name. Its options are its keyword-only parameters. It need
-not have the argument `real`. Its `RuntimeWarning`s are recorded with the score. Metadata:
+A metric returns a float, or several by name. Its options are its keyword-only parameters. A metric
+that needs no real images, such as isc, has no argument `real`. `RuntimeWarning`s of a metric are
+recorded with the score. Further keywords of `register`:
 
     better        "lower" or "higher"
     features      which features it takes: pooled (the default), spatial or logits
@@ -95,7 +96,7 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
 @register("metric", "sfid", better="lower", statistics=True, features="spatial")
 @register("metric", "fd_dinov2", better="lower", statistics=True, extractor="dinov2-*")
 def frechet(generated: Statistics, real: Statistics) -> float:
-    """Return the Fréchet distance between features: pooled (Heusel et al. 2017), Inception's
+    """Return the Fréchet distance between features: pooled ones (Heusel et al. 2017), Inception's
     spatial ones (Nash et al. 2021), or DINOv2's (Stein et al. 2023)."""
     return frechet_distance(generated, real)
 

@@ -29,7 +29,7 @@ def save_png(image: Tensor, path: Path) -> None:
 
 
 def save_numbered(images: Tensor, numbers: Iterable[int], folder: Path) -> None:
-    """Write images uint8 [B, C, H, W] as 000000.png and so on, by their numbers."""
+    """Write images uint8 [B, C, H, W], image number 7 as 000007.png."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, image in zip(numbers, images, strict=True):
         save_png(image, folder / f"{number:06d}.png")
@@ -124,8 +124,9 @@ def _chosen(frames: Sequence[Frame]) -> list[Frame]:
 def plot_losses(
     rows: Sequence[dict[str, float]], path: Path, names: Sequence[str] = ("loss", "held_out_loss")
 ) -> None:
-    """Plot each named value in lines of metrics.jsonl against `step`, side by side. The title is
-    the name of the folder of `path`, whose suffix sets the format."""
+    """Plot the values `names` of a run against the step, side by side, as a picture at `path`,
+    whose suffix sets the format. `rows` are the lines of metrics.jsonl. The title is the name of
+    the folder that `path` is in."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 

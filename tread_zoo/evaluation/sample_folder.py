@@ -31,15 +31,24 @@ GRID_IMAGES = 100
 
 
 def folder_name(settings: Mapping[str, Any]) -> str:
-    """Return a name made of the step and a digest of the settings."""
+    """Return a folder's name: the training step and a digest of the settings, as in
+    step500_0a1b2c."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return f"step{settings['step']}_{digest[:6]}"
 
 
 class SampleFolder:
-    """A folder of samples that share `settings`, plain values; `metadata` is recorded, too. Raises
-    ValueError if the folder has samples with unknown settings, or with other settings unless
-    `overwrite` is True."""
+    """A folder of samples that were made with the same settings.
+
+    Args:
+        path: the folder; it is created if it does not exist.
+        settings: plain values by name, `step` among them.
+        metadata: further values for the record in sampling.json; samples may differ in them.
+        overwrite: replace samples that were made with other settings.
+
+    Raises:
+        ValueError: there are samples without a record, or with other settings and no `overwrite`.
+    """
 
     def __init__(
         self,
@@ -79,7 +88,7 @@ class SampleFolder:
         return folder.with_name(f"{folder.name}_grid.png")
 
     def begin(self) -> None:
-        """Delete the samples that will be replaced, and write the record."""
+        """Delete the samples that will be replaced, and write sampling.json."""
         for outdated in self._files() if self._replaces else ():
             outdated.unlink()
         self._replaces = False
@@ -97,15 +106,16 @@ class SampleFolder:
     def finish(
         self, numbers: Sequence[int], labels: Tensor | None, names: Sequence[str] = ()
     ) -> None:
-        """Write samples.npz from the saved images, with labels [B] or None, and a grid; `names` are
-        the images' classes or prompts."""
+        """Write samples.npz and the grid from the images saved under `numbers`. `labels` [B] or
+        None go into the file; `names`, the images' classes or prompts, may become titles in the
+        grid."""
         pictures = (np.asarray(Image.open(self._picture(number))) for number in numbers)
         images = np.stack([p if p.ndim == 3 else p[..., None] for p in pictures])
         self._save_arrays("samples.npz", numbers, images, labels)
         save_grid(torch.from_numpy(images[:GRID_IMAGES]).permute(0, 3, 1, 2), self.grid_path, names)
 
     def save_latents(self, numbers: Sequence[int], latents: Tensor, labels: Tensor | None) -> None:
-        """Write latents, float [B,C,h,w], with labels [B] or None."""
+        """Write latents, float [B,C,h,w], with their numbers and labels [B] or None."""
         self._save_arrays("latents.npz", numbers, latents.numpy(), labels)
 
     def _picture(self, number: int) -> Path:
@@ -119,7 +129,8 @@ class SampleFolder:
     def _save_arrays(
         self, name: str, numbers: Sequence[int], rows: Any, labels: Tensor | None
     ) -> None:
-        """Merge these samples, `rows` of images or latents, into the file `name`, by number."""
+        """Add images or latents `rows` and their labels to the file `name`, sorted by number. They
+        replace those that have the same `numbers`."""
         arrays = {"arr_0": rows, "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()

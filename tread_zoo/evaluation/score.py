@@ -1,11 +1,11 @@
 """Scores of images against a reference, with the protocol: all that the scores depend on.
 
-    score(images, reference, ["fid", "kid"])         arrays, folders, .npz files, samplers
+    score(images, reference, ["fid", "kid"])         tensors, folders, .npz files or `Images`
 
-Features are computed batch by batch. Statistics are summed; all features are kept only for metrics
-that compare images one by one. If torch.distributed is initialized, every rank must call this, and
-rank 0 has the result. Each batch is computed on one rank, so features are equal to the bit for any
-number of ranks.
+Features are computed batch by batch. Their mean and covariance are summed on the way; the features
+themselves are kept only for metrics that compare images one by one. If torch.distributed is
+initialized, every rank must call `score`, and rank 0 has the result. Each batch is computed on one
+rank, so features are equal to the bit for any number of ranks.
 
 Dimensions: N images, B images in a batch, C channels, H height, W width, D features.
 """
@@ -113,7 +113,8 @@ class Evaluation:
 
     def fit(self, count: int, shape: tuple[int, ...], num_classes: int) -> "Evaluation":
         """Return this evaluation, checked for `count` images of `shape` [C,H,W] with `num_classes`
-        classes. Reads no images. Raises ValueError if the metrics cannot be computed."""
+        classes. No images are read. Metrics that cannot be computed are left out if `auto` is set;
+        else they raise ValueError, as a wrong shape always does."""
         extractor, real = self.extractor, self.reference.images
         if extractor is None:
             return self
@@ -162,8 +163,11 @@ class Evaluation:
         cache: dict[str, Any] | None = None,
         **metadata: Any,
     ) -> dict[str, Any]:
-        """Return `{"values": …, "real": …, "protocol": …}` for the images, as `score` does. `cache`
-        keeps what does not depend on them: the reference's features and "real"."""
+        """Return the record that `score` returns for `images`; `real` has the scores of `held_out`.
+
+        `cache` keeps the reference's features and `real` for the next call, as neither depends on
+        `images`. `metadata` are further fields of `Protocol`.
+        """
         cache = {} if cache is None else cache
         extractor, metrics, network = self.extractor, self.metrics, None
         if extractor is not None:
@@ -204,7 +208,8 @@ class Evaluation:
         return record | ({"not_scored": self.not_scored} if self.not_scored else {})
 
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
-        """Return the reference's features; statistics come from its file if that has them."""
+        """Return the reference's features, computed with the function `features`, except statistics
+        that are stored in the reference's file."""
         compared = self._compared(self.extractor) if self.extractor else []
         computed, real = FeatureSet(), self.reference.images
         if compared and real is not None:
@@ -230,14 +235,15 @@ def score(
     dinov2_weights: str | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
-    """Return `{"values": {name: float}, "real": …, "protocol": …}`: scores against a reference.
+    """Return scores of images against a reference as `{"values": {name: float}, "real": {},
+    "protocol": …}`; `real`, scores of held-out images, is empty here.
 
     Args:
         images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or an `Images`.
-        reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels if
-            the extractor needs colour.
-        metrics: names, or mappings with `name` and options; auto is fid, kid, precision and recall,
-            as far as extractor, reference and number of images allow.
+        reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels if the
+            extractor needs colour.
+        metrics: names, or mappings with `name` and options. auto is those of fid, kid, precision
+            and recall that extractor, reference and number of images allow.
         extractor, inception_weights, dinov2_weights: see `find_extractor`.
         batch_size: images per batch.
         device: where the extractor runs.
@@ -263,8 +269,9 @@ def extract(
     rows: Collection[str] = (),
     batch_size: int,
 ) -> FeatureSet:
-    """Return features of all images: statistics for the names in `statistics`, and one row per
-    image for the names in `rows`. Only one batch of images is in memory at a time."""
+    """Return features of all images: mean and covariance of those named in `statistics`, and all
+    rows, one per image, of those named in `rows`. Only one batch of images is in memory at a
+    time."""
     rank, world = rank_and_number()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
@@ -362,7 +369,8 @@ def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str
 
 @contextmanager
 def distributed(device: torch.device) -> Iterator[bool]:
-    """Connect the processes of a launcher, if there are several; yield whether this is rank 0."""
+    """Connect the processes that a launcher started, if there are several; yield whether this is
+    rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
@@ -374,7 +382,7 @@ def distributed(device: torch.device) -> Iterator[bool]:
 
 
 def _gather(part: Any) -> list[Any]:
-    """Return what all ranks pass as `part`, on rank 0; [] on the others."""
+    """Return a list of what each rank passes as `part`, on rank 0; [] on the others."""
     rank, world = rank_and_number()
     if world == 1:
         return [part]
@@ -385,8 +393,8 @@ def _gather(part: Any) -> list[Any]:
 
 @contextmanager
 def _leaving_together() -> Iterator[None]:
-    """If a signal raises `SystemExit` on one rank, raise it on all ranks: none waits forever for
-    another."""
+    """If a signal raises `SystemExit` on one rank, raise it on all ranks, so that none waits
+    forever for another."""
     ended: SystemExit | None = None
     try:
         yield

@@ -1,14 +1,12 @@
 """Import of checkpoints from other projects, and export to their files.
 
-    file -> reader: tensors, without running code -> format: names, rules, sizes -> checkpoint
+conversion.py   from a file to a checkpoint folder
+export.py       from a checkpoint folder to a file
+reader.py       reads the tensors in a file, without running code in it
+format.py       describes a format: names, sizes and rules; every other module describes one
 
 Missing or unknown tensors, wrong shapes and wrong position tables raise errors that name them. Our
 time is of order 1, with noise at 1; `time_scale` converts it to the project's time.
-
-conversion.py   from a file to a checkpoint folder
-export.py       from a checkpoint folder to a file
-reader.py       reads a file
-format.py       describes a format; every other module describes one project's format
 """
 
 from tread_zoo.published.conversion import FORMATS, Imported, import_checkpoint

@@ -40,7 +40,7 @@ LABEL_TABLE = "label_embed.table.weight"
 
 @dataclass(frozen=True)
 class Imported:
-    """The checkpoint that an import wrote, and notes for the user."""
+    """The checkpoint that an import wrote, its network, and notes for the user."""
 
     path: Path
     backbone: str
@@ -59,10 +59,10 @@ def import_checkpoint(
     num_classes: int | None = None,
     drop_unknown: bool = False,
 ) -> Imported:
-    """Return the checkpoint made from `file` and written to the folder `out`.
+    """Convert another project's checkpoint to one of ours in the folder `out`, and describe it.
 
     Args:
-        file: another project's checkpoint, from `torch.save` or in safetensors.
+        file: the project's checkpoint, from `torch.save` or in safetensors.
         out: a run folder without checkpoints.
         format: a name in `FORMATS`.
         objective: the training objective, if the project has several; None: its usual one.
@@ -120,7 +120,8 @@ def import_checkpoint(
 def _convert(
     theirs: Tensors, format: str, num_heads: int | None, num_classes: int | None, drop_unknown: bool
 ) -> tuple[Backbone, Tensors, list[str]]:
-    """Return our backbone on the meta device, its tensors from `theirs`, and notes for the user."""
+    """Return our backbone on the meta device, its weights, made from the file's tensors `theirs`,
+    and notes for the user. For the other arguments see `import_checkpoint`."""
     form = FORMATS[format]
     _check_format(theirs, format)
     backbone = build(form, form.keywords(theirs, num_heads, num_classes))
@@ -160,8 +161,8 @@ def _convert(
 
 
 def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
-    """Return our network on the meta device. Its name is that of the preset with the sizes in
-    `keywords` or, if there is none, of the smallest preset."""
+    """Return our network for the constructor's `keywords`, on the meta device. It gets the name of
+    the preset that has these sizes or, if there is none, of the smallest preset."""
     name = f"{form.backbone}_tiny"
     names = list_backbones(f"{form.backbone}_*")
     for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
@@ -175,7 +176,8 @@ def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
 
 
 def recognize(theirs: Tensors) -> list[str]:
-    """Return the formats that fit a file's tensors; DiT, SiT and TREAD cannot be told apart."""
+    """Return the names of the formats that fit a file's tensors. DiT, SiT and TREAD cannot be told
+    apart."""
     return [name for name, form in FORMATS.items() if not form.missing_marks(theirs)]
 
 
@@ -191,8 +193,9 @@ def _check_format(theirs: Tensors, name: str) -> None:
 
 
 def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: bool) -> list[str]:
-    """Return the names in `theirs` that are not in `wanted`. Raises CheckpointError if wanted names
-    are missing, or if there are others and `drop_unknown` is false."""
+    """Return the names in `theirs`, the file's tensors, that are not in `wanted`. Raises
+    CheckpointError if wanted names are missing, or if there are others and `drop_unknown` is
+    false."""
     missing, unknown = sorted(wanted - theirs.keys()), sorted(theirs.keys() - wanted)
     if missing or (unknown and not drop_unknown):
         raise CheckpointError(
@@ -215,8 +218,9 @@ def _check_shapes(state: Tensors, ours: Tensors, sources: dict[str, tuple[str, .
 
 
 def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
-    """Return the largest difference of `theirs` from `ours`, a table that our network computes.
-    Raises CheckpointError if it exceeds rounding."""
+    """Return the largest difference between `theirs`, the table `name` in a file, and `ours`, the
+    same table computed. Raises CheckpointError if averaging or rounding of weights cannot explain
+    it."""
     same_shape = theirs.shape == ours.shape
     gap = float((theirs.float() - ours).abs().max()) if same_shape else float("inf")
     if gap > _TABLE_TOLERANCE:

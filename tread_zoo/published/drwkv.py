@@ -1,12 +1,13 @@
-"""feizc/Diffusion-RWKV: adaLN-Zero on affine norms, one more norm at each end of the stack.
+"""feizc/Diffusion-RWKV: adaLN-Zero, whose norms have weights, and one more norm before the first
+block and after the last.
 
-Their forward pass divides decay and bonus by the number of tokens T. Ours divides only the decay,
-so the bonus is divided here.
+The project's forward pass divides decay and bonus by the number of tokens T. Ours divides only the
+decay, so the import divides the bonus.
 
-The published kernel does not compute the WKV's formula; ours does. With w' = decay / T, token t
-gets every later token j with the factor exp(-w' (j - t)), one step more than in the formula. The
-kernel works in chunks of T / 32 tokens; in a chunk that starts at s, each token j with s < j <= t
-is added once more, with the factor (1 - exp(w')) exp(w' (t - j)).
+The published kernel does not compute the formula of the WKV; ours does. With w' = decay / T, the
+kernel weighs a later token j at token t by exp(-w' (j - t)), as if it were one step farther than in
+the formula. The kernel also works in chunks of T / 32 tokens. In a chunk that starts at s, it adds
+each token j with s < j <= t once more, weighed by (1 - exp(w')) exp(w' (t - j)).
 """
 
 from torch import Tensor

@@ -16,9 +16,10 @@ from tread_zoo.runs.checkpoint import Checkpoint, CheckpointError, find_checkpoi
 def export_checkpoint(
     folder: str | Path, out: str | Path, *, format: str, weights: str = "ema"
 ) -> Path:
-    """Return `out`, with a checkpoint's weights written to it under the names of `format`.
+    """Write a checkpoint's weights to the file `out` as tensors of `format`, and return `out`.
 
-    Exporting what was imported gives the same names, shapes and, in float32, bits.
+    Exporting an imported checkpoint gives the names and shapes of the project's file and, if that
+    was float32, its exact values.
 
     Args:
         folder: a run or one checkpoint.

@@ -1,13 +1,14 @@
 """Another project's checkpoint format: a table of names, and how sizes follow from shapes.
 
-    names: our layer or tensor -> theirs
+"Their" tensors are those in the project's file, "our" tensors those of our network. The table
+`names` maps our names to theirs:
 
     "patch_embed": "x_embedder.proj"     a layer: its weight, and its bias if ours has one
-    "*.qkv": "*.attn.qkv"                `*` is a block, ours or theirs
-    "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several of theirs make one of ours
+    "*.qkv": "*.attn.qkv"                `*` is the name of a block, ours or theirs
+    "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    ours is made from several of theirs
 
-`rules` has functions that make our tensor from theirs; by default they are concatenated along the
-first axis. Export uses the same table with the functions' inverses, `_INVERSES`.
+Their tensors are concatenated along the first axis, unless `rules` has a function for our tensor.
+Export uses the same table with the functions' inverses, `_INVERSES`.
 
 D width, C channels, p patch size, N tokens, I inner channels, W taps, n tensors.
 """
@@ -42,7 +43,7 @@ def flatten_patches(weight: Tensor) -> Tensor:
 
 
 def flatten_taps(*weights: Tensor) -> Tensor:
-    """Return depthwise convolutions concatenated: [I, 1, W], … -> [n I, W]."""
+    """Return the weights of depthwise convolutions, concatenated: [I, 1, W], … -> [n I, W]."""
     return torch.cat(weights).squeeze(1)
 
 
@@ -51,7 +52,7 @@ def stack(*tensors: Tensor) -> Tensor:
 
 
 def stack_flat(*tensors: Tensor) -> Tensor:
-    """Return vectors stacked, without their axes of length 1: [1, 1, D], … -> [n, D]."""
+    """Return vectors stacked as rows; axes of length 1 go: [1, 1, D], … -> [n, D]."""
     return torch.stack(tensors).flatten(1)
 
 
@@ -74,18 +75,18 @@ _INVERSES: dict[TensorRule, Callable[[Tensor, int, int], Sequence[Tensor]]] = {
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """The checkpoint format of one project.
+    """The checkpoint format of one project. "Their" and "our" are explained atop the module.
 
     Args:
         project: owner/name on GitHub.
         license: license of the weights, or of the project if they have none, as the Hub names it.
         backbone: our architecture.
-        names: our layers and tensors -> theirs, see the module's docstring. Without an entry for
-            `positions`, positions are fixed sines and cosines.
+        names: our names of layers and tensors -> theirs. Without an entry for `positions`,
+            positions are fixed sines and cosines.
         marks: tensors that identify the format, in addition to the first and last layer.
         sizes: function from their tensors to keywords that only some constructors have.
-        tables: function from our network to the tensors, besides positions, that their file
-            stores and our network computes.
+        tables: function from our network to tensors that their file stores and our network
+            computes; positions need not be among them.
         time_scale: their time divided by ours, which is of order 1.
         reversed_time: their time is 1 - ours.
         has_null_label: the label table ends with a row for the null label.
@@ -93,7 +94,7 @@ class CheckpointFormat:
         objective_options: function from our network to the options of the usual objective that
             differ from the defaults.
         note: a note to the user about time and output.
-        rules: our tensors -> the function that makes them from theirs.
+        rules: names of our tensors -> the function that makes them from theirs.
         head: our name of the last linear layer.
         has_heads: our constructor takes `num_heads`, which tensors do not show.
         in_halves: blocks are named `in_blocks`, `mid_block` and `out_blocks`, not `blocks`.
@@ -122,7 +123,8 @@ class CheckpointFormat:
     zero_without_labels: str | None = None
 
     def objective(self, backbone: Backbone, name: str) -> dict[str, Any]:
-        """Return the training objective `name` as a mapping with its name and all options."""
+        """Return the training objective `name` for our network `backbone`: a mapping with its name
+        and all options."""
         options = self.objective_options(backbone) if name == self.objectives[0] else {}
         return complete("objective", {"name": name, **options})
 
@@ -135,12 +137,13 @@ class CheckpointFormat:
         return {"pos_embed": sines[None], **self.tables(backbone)}
 
     def missing_marks(self, theirs: Tensors) -> list[str]:
-        """Return the names of tensors that identify this format and are missing in `theirs`."""
+        """Return the names that identify this format and do not occur in `theirs`, a file's
+        tensors."""
         ends = (f"{self.names['patch_embed']}.weight", f"{self.names[self.head]}.weight")
         return [key for key in (*ends, "pos_embed", *self.marks) if key not in theirs]
 
     def blocks(self, theirs: Tensors) -> list[str]:
-        """Return the names of the blocks that the tensors `theirs` belong to, in order."""
+        """Return the names of the blocks in a file, in order; `theirs` are its tensors."""
         stem = "in_blocks" if self.in_halves else "blocks"
         matches = (re.match(rf"{stem}\.(\d+)\.", key) for key in theirs)
         count = 1 + max(int(match[1]) for match in matches if match)
@@ -158,8 +161,14 @@ class CheckpointFormat:
     def keywords(
         self, theirs: Tensors, num_heads: int | None = None, num_classes: int | None = None
     ) -> dict[str, Any]:
-        """Return our constructor's keywords for a network with the sizes of the tensors `theirs`.
-        Sizes that do not agree show up later as different shapes."""
+        """Return our constructor's keywords for a network with the sizes of `theirs`, a file's
+        tensors. Tensors whose sizes contradict each other are not noticed here.
+
+        Args:
+            theirs: the tensors by name.
+            num_heads: number of attention heads; None: as in the published sizes.
+            num_classes: number of classes; None: as in the label table.
+        """
         width, channels, patch_size, _ = theirs[f"{self.names['patch_embed']}.weight"].shape
         if num_classes is None:  # the last row is the null label; ImageNet's may be missing
             rows = len(theirs.get(f"{self.names['label_embed.table']}.weight", ()))
@@ -188,12 +197,12 @@ class CheckpointFormat:
         return keywords
 
     def rule(self, ours: str, blocks: list[str]) -> tuple[tuple[str, ...], TensorRule]:
-        """Return the names of their tensors that make up our tensor `ours`, and the function that
-        makes it from them.
+        """Return the names of the tensors in a file from which our tensor `ours` is made, and the
+        function that makes it.
 
         Args:
             ours: a name in our state dict.
-            blocks: the names of their blocks, in order.
+            blocks: the file's names of all blocks, in order.
         """
         block = re.match(r"blocks\.(\d+)\.", ours)
         pattern = f"*.{ours[block.end() :]}" if block else ours
@@ -207,7 +216,14 @@ class CheckpointFormat:
     def export_tensor(
         self, ours: str, tensor: Tensor, blocks: list[str], patch_size: int
     ) -> dict[str, Tensor]:
-        """Return their tensors, by name, made from our tensor `ours`: the inverse of `rule`.
-        Raises KeyError if the format has no such tensor or the rule has no inverse."""
+        """Return by name the tensors that a file has in place of our tensor: the inverse of `rule`.
+        Raises KeyError if the format has no such tensor or the rule has no inverse.
+
+        Args:
+            ours: name of our tensor.
+            tensor: its value.
+            blocks: the file's names of all blocks, in order.
+            patch_size: side of a patch.
+        """
         names, rule = self.rule(ours, blocks)
         return dict(zip(names, _INVERSES[rule](tensor, len(names), patch_size), strict=True))

@@ -1,7 +1,7 @@
 """hustvl/LightningDiT with its published options: RMSNorm, SwiGLU, RoPE, modulation with shifts.
 
-Time and velocity are converted as for SiT, see `dit`. The file contains tables of cosines and
-sines, [N, head size], which our network computes.
+Time and velocity are converted as for SiT, see `dit`. Tables of cosines and sines, [N, head size],
+are in the file; our network computes them.
 """
 
 from dataclasses import replace

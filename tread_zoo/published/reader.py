@@ -24,11 +24,12 @@ _NAMES_SHOWN = 20
 
 
 def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
-    """Return the networks `ema` and `model` in `file`, if they exist, and the step.
+    """Return the networks in `file`, as tensors by name under `ema` and `model`, and the training
+    step.
 
-    A bare network counts as `ema`, which is what projects publish. Prefixes from wrappers are
-    removed from keys, and `model.` if all keys have it. Raises CheckpointError if the file is
-    missing, damaged or unsafe, or contains no network.
+    A file that is a single network counts as `ema`, which is what projects publish. Prefixes from
+    wrappers are removed from the tensors' names, and so is `model.` if all names have it. Raises
+    CheckpointError if the file is missing, damaged or unsafe, or contains no network.
     """
     content = _load(Path(file))
     parts = {}
@@ -48,7 +49,7 @@ def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Return a text with the first 20 names and the number of others."""
+    """Return a text with the first 20 names, and with how many more there are."""
     names = list(names)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
@@ -109,7 +110,8 @@ def _is_network(value: Any) -> bool:
 
 
 def _plainly_named(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the tensors under names without wrappers and without a common prefix `model.`."""
+    """Return the tensors under plain names, without those of wrappers and without `model.` in
+    front, if all have it."""
     plain = {
         ".".join(part for part in name.split(".") if part not in _WRAPPERS): tensor
         for name, tensor in tensors.items()

@@ -1,6 +1,6 @@
 """CompVis/zigma: layer i scans along serpentine curve i mod 8, which tensors do not show.
 
-Its time has data at 1 and its velocity points to the data, as in SiT: see `dit`.
+The project's time has data at 1, and the velocity points to the data, as in SiT: see `dit`.
 """
 
 from typing import Any

@@ -92,7 +92,8 @@ class Checkpoint:
             return make_config(**{**self.meta["config"], "tracker": "local"})
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Return the weights `model`, `ema` or `ema:<width>`, or the state `optimizer`, on the CPU.
+        """Return the tensors `part` on the CPU: the weights `model`, `ema` or `ema:<width>`, or the
+        state `optimizer`.
 
         Raises:
             CheckpointError: the checkpoint has no such part; an imported one may only have `ema`.
@@ -117,7 +118,8 @@ class Checkpoint:
         return read_tensors(self.path, f"{part}.safetensors")
 
     def _average_of(self, width: float) -> dict[str, Tensor]:
-        """Return averaged weights of a relative width, from this checkpoint and older snapshots."""
+        """Return averaged weights of a relative width, from this checkpoint and the run's snapshots
+        before it."""
         folders = {_step(path): path for path in _folders(self.run_dir / SNAPSHOTS)}
         folders = {step: path for step, path in folders.items() if step < self.step}
         folders[self.step] = self.path
@@ -140,9 +142,12 @@ def save_checkpoint(
     keep: int,
     kind: str = "checkpoints",
 ) -> Path:
-    """Write `parts`, tensors by file name, as the checkpoint of `meta["step"]`; return its folder.
+    """Write a checkpoint of the step `meta["step"]`, and return its folder.
 
     Args:
+        run_dir: the folder of the run.
+        parts: for each file, by its name without `.safetensors`, tensors by name.
+        meta: the metadata; format and checksums are added.
         keep: number of newest checkpoints to keep; 0 keeps all.
         kind: `checkpoints`, or `SNAPSHOTS` for averages only.
 
@@ -182,8 +187,8 @@ def save_checkpoint(
 
 
 def find_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at `path`: the folder of a checkpoint, of a run, whose newest intact
-    checkpoint is taken, or from tread-zoo push.
+    """Return the checkpoint at `path`: a checkpoint's folder, a folder from tread-zoo push, or the
+    folder of a run, whose newest intact checkpoint is taken.
 
     A `path` that does not exist may be the name of a network that comes with the package, or
     `user/name` on the hub, which is downloaded to runs/user/name: two files, no code.
@@ -232,7 +237,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     Raises:
         CheckpointError: backbone, routing, objective, data, alignment or seed differ, and
-            `resume_changed` is not set. Other differences are warnings.
+            `resume_changed` is not set. For other differences there is only a warning.
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
@@ -325,7 +330,8 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Load a checkpoint's weights `part`, such as `ema`, into a network with the same names."""
+    """Load the checkpoint's weights `part`, such as `ema`, into a network whose weights have the
+    same names and shapes."""
     load_tensors(network, checkpoint.tensors(part), checkpoint.path)
 
 

@@ -92,9 +92,11 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
 
 
 def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings `saved` of a run, changed by `given`. If a backbone, sampler or the like
-    gets another name, its saved options are dropped. Where the number of steps or the learning rate
-    is `auto`, the saved value is kept."""
+    """Return the settings of a run: `saved`, changed by `given`.
+
+    If `given` names another backbone, sampler or the like, the saved options of the earlier one are
+    dropped. A number of steps or learning rate of `auto` leaves the saved value.
+    """
     merged = dict(saved)
     for field, value in given.items():
         before = saved.get(field)
@@ -165,7 +167,8 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
 
 
 def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
-    """Lock a folder until `locks` closes, and return the status of its lock file."""
+    """Lock a folder until `locks` closes, and return the status of its lock file. Raises ValueError
+    if another process has the lock."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +183,7 @@ def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a living process trains in a folder; the folder need not exist."""
+    """Return whether a running process trains in a folder; the folder need not exist."""
     from filelock import FileLock, Timeout
 
     if not (folder / LOCK).exists():

@@ -53,11 +53,12 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
 
 
 def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
-    """Return a backbone with its weights (a run's averaged ones), on the CPU, in eval mode.
+    """Return a backbone with its weights, on the CPU, in eval mode. From a run, the weights are the
+    averaged ones.
 
     Args:
         path: a folder from `save_pretrained` or tread-zoo push, a run's folder (its newest
-            checkpoint) or one checkpoint. If it does not exist, a name of
+            checkpoint) or one checkpoint. A path that does not exist is a name of
             `list_backbones(pretrained=True)`, or `user/name` on the hub.
         revision: revision of the hub's repository.
 
@@ -82,8 +83,9 @@ def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
-    """Return `folder` after writing a network's weights and metadata to it as the two files. The
-    weights' checksum is added to the metadata. Raises ValueError for the folder of a run."""
+    """Write a network's weights `tensors` and its metadata to `folder` as model.safetensors and
+    config.json, and return `folder`. The weights' checksum is added to the metadata. Raises
+    ValueError for the folder of a run."""
     if (folder / "checkpoints").exists():
         raise ValueError(f"{folder} is the folder of a run: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,13 +97,17 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
 
 
 def find_folder(path: Path, *, revision: str | None = None, into: Path | None = None) -> Path:
-    """Return the folder of a network: `path` if it exists, or else the folder of the package's own
-    network of that name. Otherwise `path` is `user/name` on the hub: the two files are downloaded
-    to `into` or, if that is None, to the hub's cache.
+    """Return the folder of a network.
+
+    Args:
+        path: the folder itself, the name of a network that comes with the package, or `user/name`
+            on the hub, of which config.json and model.safetensors are downloaded.
+        revision: revision of the hub's repository.
+        into: where a download goes; None: the hub's cache.
 
     Raises:
-        OSError: the download fails, or `path` is not a hub name: it begins with `runs/`, or `user`
-            is a local folder.
+        OSError: the download fails, or `path` is none of these. A path that begins with `runs/`, or
+            whose `user` is a local folder, is not taken for a name on the hub.
     """
     repo, ours = path.as_posix(), list_backbones(pretrained=True)
     if path.exists():

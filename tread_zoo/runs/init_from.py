@@ -1,10 +1,10 @@
 """A new run that starts from trained weights: `init_from=CHECKPOINT`.
 
-The backbone is the checkpoint's, except for what the run sets: options that differ from their
-defaults and, if it names another backbone than the default one, the sizes that the name stands for.
-Weights are matched by name. If the condition or the number of outputs differs, the layers that
-depend on it start fresh, and so do a routing method's own weights that the checkpoint lacks. All
-other weights must fit.
+The backbone is the checkpoint's, except for options that the run sets to other values than their
+defaults. If the run names a backbone other than the default one, the sizes that this name stands
+for are set, too. Weights are matched by name. If the condition or the number of outputs differs,
+the layers that depend on it start fresh, and so do a routing method's own weights that the
+checkpoint lacks. All other weights must fit.
 """
 
 import json
@@ -33,8 +33,9 @@ _MOST_LISTED = 6
 
 
 def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Return the settings `fields` of a run, with the backbone of the checkpoint that `init_from`
-    names, and that checkpoint. Without `init_from`, return the settings unchanged and None.
+    """Return the settings of a run, with the backbone filled in from a checkpoint, and the
+    checkpoint. `fields` are the settings as given; their `init_from` names the checkpoint. Without
+    it, return the settings unchanged and None.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or another architecture is chosen.
@@ -57,7 +58,8 @@ def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
 
 
 def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
-    """Return the checkpoint that `init_from` names or, for a resumed run, that run's own."""
+    """Return the checkpoint that `init_from` names. If the run is resumed and its own checkpoint
+    was started by the same `init_from`, return its own. `run_dir` is the run's folder."""
     place, resume = fields["init_from"], fields.get("resume")
     if resume is not None:
         folder = Path(run_dir if resume in ("latest", "auto") else resume)
@@ -79,7 +81,8 @@ def _backbone_of(source: Checkpoint) -> dict[str, Any]:
 
 
 def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
-    """Return the setting `backbone` of `source`, changed by the options that `config` sets."""
+    """Return the setting `backbone` of `source`, changed by the options that `config` sets. Raises
+    CheckpointError if `config` names another architecture."""
     name, given = config.backbone["name"], config.as_dict()["backbone"]
     entry, before = get_entry("backbone", name), _backbone_of(source)
     defaults = json.loads(json.dumps(entry.defaults()))
@@ -95,10 +98,11 @@ def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
 
 
 def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
-    """Load averaged weights of `source` into `backbone`; return a text that says what was loaded.
+    """Load the averaged weights of `source`, or those that a pushed network has, into `backbone`.
+    Return a text that says what was loaded and what starts fresh.
 
     Raises:
-        CheckpointError: the weights that must match do not; the error names the settings.
+        CheckpointError: a weight that must fit has another shape, or is not finite.
     """
     fresh = backbone.state_dict()
     saved = source.tensors(source.meta.get("weights", "ema"))
@@ -118,8 +122,9 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
 
 
 def _check_body(source: Checkpoint, backbone: Backbone) -> None:
-    """Raise a `CheckpointError` unless the checkpoint's network has the shapes of this one. Only
-    the shapes that depend on the condition or on the number of outputs may differ."""
+    """Raise a `CheckpointError`, which names the options that differ, unless the checkpoint's
+    network has the shapes of this one. Only shapes that depend on the condition or on the number of
+    outputs may differ."""
     described, config = source.meta["backbone"], backbone.config
     ends = {
         "num_classes": backbone.num_classes,

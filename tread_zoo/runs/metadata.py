@@ -3,7 +3,7 @@
 checkpoint.json      metadata of a checkpoint
 config.json          metadata of a network that was saved alone, or of a run that was pushed
 
-Only this module reads them, and raises a `CheckpointError` of one line for any fault.
+Only this module reads these files. Any fault in one raises a `CheckpointError` of one line.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ def _digest(metadata: Mapping[str, Any]) -> str:
 def as_checkpoint_error(
     path: Path, claim: str, remedy: str = "Use another checkpoint, or download or train it again."
 ) -> Iterator[None]:
-    """Turn any error raised in the context, about a checkpoint's content, into a `CheckpointError`
-    of one line: path, `claim`, reason, `remedy`."""
+    """Turn any error that is raised in the context into a `CheckpointError` of one line: path,
+    `claim`, reason, `remedy`."""
     try:
         yield
     except CheckpointError:
@@ -58,10 +58,13 @@ def as_checkpoint_error(
 def read_metadata(
     folder: Path, name: str = META_NAME, *only: str, snapshot: bool = False
 ) -> dict[str, Any]:
-    """Return the metadata in a checkpoint's file `name`, once the checksums of all its files, or
-    only of the files `only`, agree. A network that was saved alone has no `format`.
+    """Return the metadata in a checkpoint's file `name`, after checking its files' checksums. The
+    metadata of a network that was saved alone have no `format`.
 
     Args:
+        folder: the checkpoint's folder.
+        name: the file with the metadata.
+        only: names of the files to check; none given: all.
         snapshot: the folder is a snapshot of averages, without a description of the network.
 
     Raises:
@@ -88,9 +91,9 @@ def read_metadata(
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:
-    """Return folder and metadata of the newest intact checkpoint among `folders`, which ascend by
-    step. If none is intact, raise the oldest one's `CheckpointError`. For `only` see
-    `read_metadata`."""
+    """Return folder and metadata of the newest intact checkpoint. `folders` are sorted, the oldest
+    checkpoint first; for `only` see `read_metadata`. If none is intact, the `CheckpointError` of
+    the oldest is raised."""
     for folder in reversed(folders[1:]):
         try:
             return folder, read_metadata(folder, META_NAME, *only)

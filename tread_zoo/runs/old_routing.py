@@ -1,4 +1,4 @@
-"""Conversion of earlier versions' routing, one set of options, to the methods tread and sprint.
+"""Conversion of earlier versions' routing options to today's methods tread and sprint.
 
 rejoin=replace                                     tread
 rejoin=project bypassed=… path_drop_probability=…  sprint
@@ -31,10 +31,11 @@ _RENAMED = (
 
 
 def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return today's routing method and options for an earlier version's configuration.
+    """Return today's routing method and its options for the options `old`, which may be those of an
+    earlier version.
 
     Raises:
-        ValueError: options that are not converted were in use.
+        ValueError: an option in use has no counterpart today.
     """
     if old["name"] == "none":
         return {"name": "none"}
@@ -82,7 +83,8 @@ def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove_options(options: dict[str, Any], name: str) -> None:
-    """Remove options of a part, such as a backbone, that no longer exist and had no effect."""
+    """Remove options that no longer exist and had no effect from the options of a backbone or
+    routing method. `name` is its name."""
     for beginning, removed in _REMOVED.items():
         for option, usual in removed.items() if name.startswith(beginning) else ():
             if options.get(option) == usual:

@@ -1,9 +1,10 @@
 """Post-hoc EMA: averaged weights of any width, computed from the snapshots of a run.
 
-Two widths are tracked and stored; any other is a linear combination of their snapshots, by least
-squares on the profiles, the weights over time (EDM2, arXiv 2312.02696, appendix C). Here the
-coefficients must sum to 1, which removes most of the error. `tread_zoo.training.ema` defines the
-profiles.
+An average's profile says how much the weights of each step count in it. Its width is the standard
+deviation of the profile, divided by the number of steps so far. Averages of two widths are tracked
+and stored. Any other is a linear combination of their snapshots, chosen by least squares between
+profiles (EDM2, arXiv 2312.02696, appendix C). Here the coefficients must sum to 1, which removes
+most of the error. `tread_zoo.training.ema` defines the profiles.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ LARGEST_MISFIT = 0.1
 
 
 def width_to_exponent(width: float) -> float:
-    """Return the exponent p of a profile by its width: width^2 = p / ((p + 1)^2 (p + 2)).
+    """Return the exponent p of the profile that has a width: width^2 = p / ((p + 1)^2 (p + 2)).
 
     Raises:
-        ValueError: the width is not between 0 and 0.288, that of the mean over all steps (p = 1).
+        ValueError: the width is not between 0 and 0.288; the mean over all steps has 0.288 (p = 1).
     """
     if not 0 < width < 12**-0.5:
         raise ValueError(
@@ -30,8 +31,9 @@ def width_to_exponent(width: float) -> float:
 
 
 def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
-    """Return coefficients [n, tracked widths], float64. Multiplied by them, the averages that were
-    stored at n ascending `steps` add up to an average of `width` at the last step.
+    """Return the coefficients, float64 [n, tracked widths], of the averages that were stored at n
+    ascending `steps`. The sum of the averages times their coefficients is an average of `width` at
+    the last step.
 
     Raises:
         ValueError: the combined profile differs from the wanted one by more than `LARGEST_MISFIT`

@@ -50,9 +50,11 @@ class Restored:
         return dict(self.checkpoint.meta["config"])
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
-        """Return the run's sampling options, changed by all given values that are not None. A
-        sampler or guidance of another `name` keeps the run's options that it also has. For a run
-        without guidance, a scale alone means classifier-free guidance.
+        """Return the run's sampling options, changed by all values in `sampler` and `guidance` that
+        are not None.
+
+        If these name another sampler or guidance, only options of the run that the new one also has
+        are kept. For a run without guidance, a scale alone means classifier-free guidance.
 
         Raises:
             ValueError: a name or field is unknown, or the options do not fit the network.
@@ -80,7 +82,8 @@ class Restored:
         return method
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
-        """Return the guidance's weak network, on the same device; None if it has none."""
+        """Return the weak network of the guidance in `options`, on this network's device; None if
+        it has none."""
         weak = load_weak(options, self.backbone, self.objective)
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
@@ -90,7 +93,8 @@ class Restored:
         return tuple(self.checkpoint.data.get("class_names", ()))
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
-        """Return the training data with changed options, checked to match the checkpoint's."""
+        """Return the training data, with the options of `data` in `changes`. Raises CheckpointError
+        if they do not match the checkpoint's data."""
         if not self.checkpoint.data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported and names no data to compare with. Sample "
@@ -103,9 +107,12 @@ class Restored:
     def codec(self, vae: str | None) -> Codec:
         """Return the codec that decodes the network's samples into images.
 
-        vae: path of the autoencoder that decodes latents, or `none` to leave them as they are.
-        None: the run's autoencoder; for an imported network, the same as `none`. Raises ValueError
-        if it is set for a network on pixels.
+        Args:
+            vae: path of the autoencoder that decodes latents, or `none` to leave them as they are.
+                None: the run's autoencoder; for an imported network, the same as `none`.
+
+        Raises:
+            ValueError: `vae` is set for a network on pixels.
         """
         data = self.checkpoint.data
         if "codec" in data:
@@ -123,7 +130,8 @@ class Restored:
     def text_encoder(self, name: str | None = None) -> TextEncoder:
         """Return the text encoder of the training captions, on the network's device.
 
-        name: a folder or a name on the hub; None: the run's encoder.
+        Args:
+            name: a folder or a name on the hub; None: the run's encoder.
 
         Raises:
             ValueError: the network was not trained on captions, or with another encoder.
@@ -145,7 +153,8 @@ class Restored:
 
 
 def restore(path: str | Path, *, weights: str, device: str, precision: str) -> Restored:
-    """Return the network of the checkpoint at `path` and what belongs to it, ready to sample.
+    """Return the network of the checkpoint at `path`, its objective and its run's settings, ready
+    to sample.
 
     Args:
         path: see `find_checkpoint`.
@@ -171,7 +180,7 @@ def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
     """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one.
-    Raises ValueError if it was trained on other data or with another objective than `backbone`."""
+    Raises ValueError if it predicts another quantity, or other images, than `backbone`."""
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None
@@ -181,9 +190,9 @@ def load_weak(
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options `part` of a sampler or of guidance (`kind`), with all `changes` that are
-    not None. If these name another sampler or guidance, the options of `part` that it does not have
-    are left out."""
+    """Return the options `part` of a sampler or of guidance, with all `changes` that are not None.
+    `kind` is sampler or guidance. If `changes` name another one than `part`, options of `part` that
+    the other one does not have are left out."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

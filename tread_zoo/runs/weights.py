@@ -17,7 +17,8 @@ _MOST_NAMED = 6
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Return the tensors in a checkpoint's file `name`, under today's names, on the CPU.
+    """Return the tensors in a checkpoint's file `name`, on the CPU. Parameter names of earlier
+    versions are replaced by today's.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -43,7 +44,8 @@ def build_network(
 
 
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load `tensors` of the checkpoint at `path` into a network with the same names and shapes.
+    """Load `tensors` of the checkpoint at `path` into a network whose weights have the same names
+    and shapes.
 
     Raises:
         CheckpointError: the weights do not fit, or are not finite.
@@ -57,7 +59,7 @@ def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor], path: Path) 
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise a `CheckpointError` if any weight of the checkpoint at `path` is NaN or infinite: all
+    """Raise a `CheckpointError` if any weight of the checkpoint at `path` is NaN or infinite: its
     images would be, too."""
     broken = [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()]
     if broken:
