@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conditions:
-    """The rule that gives each sample its condition: a description, and a function from sample
-    numbers to labels [B], contexts [B, T, S], or None for an unconditional network."""
+    """The rule that gives each sample its condition.
+
+    `rule` describes it. `of` is a function from the numbers of B samples to their labels [B], to
+    their contexts [B, T, S] of T vectors each, or to None if the network takes no condition.
+    """
 
     rule: str
     of: Callable[[Sequence[int]], Tensor | None]
@@ -90,9 +93,10 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:
-    """Return `Conditions` that give sample i context i mod n of an .npy file.
+    """Return `Conditions` that give sample i context i mod n of the n contexts in an .npy file.
 
-    The file is [n, t, S], or [t, S] for n = 1, with t at most the network's context length T.
+    The file is [n, t, S], or [t, S] for n = 1. S is the network's context width, and t is at most
+    its context length.
 
     Raises:
         ValueError: the network takes no contexts, or the file's contexts do not fit it.
@@ -120,5 +124,6 @@ def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone
 
 
 def _in_turn(rule: str, contexts: Tensor) -> Conditions:
-    """Return `Conditions` described as `rule`, which give sample i context i mod n."""
+    """Return `Conditions` described as `rule`: sample i gets context i mod n of `contexts`
+    [n, T, S]."""
     return Conditions(rule, lambda indices: contexts[[i % len(contexts) for i in indices]])

@@ -86,7 +86,7 @@ class DDPM(AdditiveNoise):
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return sigma at evenly spaced, rounded steps from 999 to 0, then a final 0: float64
-        [num_steps + 1]. With num_steps=1 these are sigma at step 999, and 0.
+        [num_steps + 1]. A single step goes from sigma at step 999 to 0.
 
         Raises:
             ValueError: the grid is not `uniform`, shift or rho is set, or num_steps is above 1000.

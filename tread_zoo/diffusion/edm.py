@@ -32,7 +32,7 @@ from tread_zoo.seeding import Generator, per_image_generator
 
 class Preconditioning(NamedTuple):
     """The factors of the skip, the output and the input, and the noise level as the network gets
-    it, [B] each (Table 1)."""
+    it, [B] each (EDM, arXiv 2206.00364, Table 1)."""
 
     c_skip: Tensor
     c_out: Tensor
@@ -112,9 +112,10 @@ class EDM(AdditiveNoise):
         return (x_t - self.denoise(predict, x_t, level)) / per_image(level)
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
-        """Return sigma_max = s_0 > ... > s_(n-1) = sigma_min > 0: float64 [num_steps + 1] (eq. 5).
+        """Return n = `num_steps` levels from sigma_max down to sigma_min, and 0: float64 [n + 1].
 
-        A single step goes from sigma_max to 0. `grid` is `rho`, or `log`: ln sigma evenly spaced.
+        A single step goes from sigma_max to 0. The grid `rho` is eq. 5 of the paper; on `log`,
+        ln sigma is evenly spaced.
 
         Raises:
             ValueError: EDM has no such grid, shift is set, or rho is set with the grid `log`.

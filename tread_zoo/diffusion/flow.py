@@ -11,8 +11,8 @@ The network predicts v, x or eps, and the loss is the squared error of v, x or e
 2511.13720, Table 1). The three errors are in the ratio v : x : eps = 1 : t : 1 - t, so each of the
 nine losses is the error of the prediction times a weight that depends on t.
 
-t has one of these distributions and is then shifted, t' = s t / (1 + (s - 1) t) (SD3, section
-3.1 and eq. 23):
+t has one of these distributions (SD3, section 3.1) and is then shifted, with s = `shift`, to
+t' = s t / (1 + (s - 1) t) (eq. 23):
 
     uniform       t ~ U(0, 1)
     logit_normal  logit(t) ~ N(logit_mean, logit_std^2)
@@ -84,7 +84,8 @@ class FlowMatching(AdditiveNoise):
             )
 
     def check_training(self, backbone: Backbone, label_dropout: float, routing: Method) -> None:
-        """Raise `ValueError` if a second level does not fit the network or the routing."""
+        """Raise `ValueError` if tokens of one image get different times (`second_level_fraction`
+        above 0), and the network or the routing does not allow it."""
         if self.second_level_fraction and not backbone.per_token_time:
             raise ValueError(
                 f"objective.second_level_fraction={self.second_level_fraction} gives each token a "
@@ -128,7 +129,8 @@ class FlowMatching(AdditiveNoise):
         return self.weight(draw.level) * (output - target).square().mean(dim=(1, 2, 3)), {}
 
     def weight(self, t: Tensor) -> Tensor:
-        """Return the factor [B] that turns a squared error of `prediction` into `loss_space`'s."""
+        """Return the factor [B] that turns, at t [B], a squared error of `prediction` into one of
+        `loss_space`."""
         if self.prediction == self.loss_space:
             return torch.ones_like(t)
         size = {"velocity": torch.ones_like(t), "x": t, "noise": 1 - t}

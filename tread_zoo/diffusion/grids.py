@@ -1,4 +1,4 @@
-"""Time grids: the noise levels at which sampling steps, from the highest to 0.
+"""Time grids: the noise levels of n sampling steps, from the highest (i = 0) to 0 (i = n).
 
     flow   u = 1 - i / n,  t = g(u),  t' = s t / (1 + (s - 1) t)       shift s (SD3, eq. 23)
            uniform       g(u) = u
@@ -18,7 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TimeGrid:
-    """A grid and its options; `tread_zoo.config.SamplingGrid` documents the fields."""
+    """The name of a time grid, and its options: the shift of times, and the exponent rho of EDM's
+    levels. `tread_zoo.config.SamplingGrid` documents the fields."""
 
     grid: str = "auto"
     shift: float = 1.0

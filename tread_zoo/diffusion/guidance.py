@@ -100,7 +100,8 @@ class ImageBatch:
         For a weak prediction, change the batch: `replace(batch, labels=…).dx_dt()`.
 
         Args:
-            routes: function that returns the next evaluation's crossings; None: use `draw_routes`.
+            routes: function that returns the crossings (routed ranges of blocks) of the next
+                evaluation; None: use `draw_routes`.
         """
         evaluations = itertools.count()
         routes = routes or (lambda: self.draw_routes(next(evaluations)))
@@ -114,8 +115,9 @@ class ImageBatch:
         return dx_dt
 
     def sample_routes(self, method: Method, rate: float, evaluation: int) -> Sequence[Crossing]:
-        """Return the crossings by which the fraction `rate` of tokens bypasses blocks in one
-        evaluation of dx/dt. The tokens depend on seed, image and `evaluation`, its number."""
+        """Return the crossings (routed ranges of blocks) of one evaluation of dx/dt, as `method`
+        chooses them for the fraction `rate` of tokens to bypass blocks. The tokens depend on the
+        seed, the image and `evaluation`, the number of the evaluation."""
         if rate == 0:
             return ()
         device = next(self.backbone.parameters()).device
@@ -227,8 +229,8 @@ RoutingPart = Annotated[str | dict[str, Any], BeforeValidator(_method)]
 
 
 class _Options:
-    """The base of all kinds of guidance. Each kind declares some of these options as fields, and
-    may fix others."""
+    """The base of all kinds of guidance. Each kind declares some of the options of
+    `CustomGuidance` as fields, and may fix others."""
 
     scale: Any = 2.0
     channels: int | None = None
@@ -260,8 +262,8 @@ class _Options:
             )
 
     def _at(self, done: float) -> tuple[Any, ...]:
-        """Return the values that the options in `_OFF` have at the fraction `done` of sampling, in
-        order."""
+        """Return the values of the options in `_OFF`, in its order, at the fraction `done` of
+        sampling."""
         return tuple(_value(getattr(self, name), done, off) for name, off in _OFF.items())
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
@@ -347,11 +349,11 @@ class _Options:
     def _draw_routes(
         self, batch: ImageBatch, rate: Any
     ) -> Callable[[int, float], Sequence[Crossing]]:
-        """Return a function that gets the number of an evaluation of dx/dt and the rate at that
-        time, and returns the crossings (routed ranges of blocks) of the evaluation.
+        """Return a function from the number of an evaluation of dx/dt, and the rate at that time,
+        to the crossings (routed ranges of blocks) of the evaluation.
 
-        rate: the option `weak_rate` or `strong_rate`. If it is 0, the function returns the batch's
-        own crossings, `batch.draw_routes`.
+        rate: the option `weak_rate` or `strong_rate`. If it is 0, the function returns the
+        crossings that `batch.draw_routes` chooses.
         """
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
@@ -400,8 +402,8 @@ class CustomGuidance(_Options):
         channels: number of guided channels, from the first; null for all. The published samplers of
             DiT and SiT guide 3 of their 4 latent channels.
         drop_label: the weak prediction has no label, or no context.
-        weak_rate: fraction of tokens that bypass blocks in the weak prediction; 0 is dense.
-        strong_rate: fraction of tokens that bypass blocks in the strong prediction; 0 is dense.
+        weak_rate: fraction of tokens that bypass blocks in the weak prediction; 0: none.
+        strong_rate: fraction of tokens that bypass blocks in the strong prediction; 0: none.
         drop_path: the weak prediction skips the blocks that training with path drops lets it skip;
             weak_rate is then ignored.
         weak_checkpoint: folder of a run or a checkpoint, whose smaller or earlier network makes the
@@ -433,7 +435,10 @@ class CustomGuidance(_Options):
 @register("guidance", "cfg")
 @dataclass(frozen=True, kw_only=True)
 class ClassifierFree(_Options):
-    """The weak prediction has no label, or no context: classifier-free guidance."""
+    """The weak prediction has no label, or no context: classifier-free guidance.
+
+    `CustomGuidance` documents the options.
+    """
 
     drop_label = True
     scale: Scale = 2.0
@@ -454,7 +459,10 @@ class IntervalGuidance(ClassifierFree):
 @dataclass(frozen=True, kw_only=True)
 class SparseGuidance(_Options):
     """Both predictions come from one network with the same label; in the weak one, more tokens
-    bypass blocks."""
+    bypass blocks.
+
+    `CustomGuidance` documents the options.
+    """
 
     scale: Scale = 2.0
     strong_rate: Rate = 0.0
@@ -465,7 +473,10 @@ class SparseGuidance(_Options):
 @register("guidance", "auto")
 @dataclass(frozen=True, kw_only=True)
 class AutoGuidance(_Options):
-    """The weak prediction is from a smaller network, or from an earlier step of training."""
+    """The weak prediction is from a smaller network, or from an earlier step of training.
+
+    `CustomGuidance` documents the options.
+    """
 
     weak_checkpoint: str = field()
     scale: Scale = 2.0

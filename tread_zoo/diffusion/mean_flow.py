@@ -3,13 +3,14 @@
 With flow matching's x_t and velocity v, and noise at t = 1, the network predicts the mean
 
     u(x_t, r, t) = (t - r)^-1 (integral of v(x_s, s) over s from r to t)                  (eq. 3)
-    u(x_t, r, t) = v - (t - r) d/dt u(x_t, r, t),  d/dt = v d/dx + d/dt at a fixed r      (eq. 6, 8)
+    u(x_t, r, t) = v - (t - r) d/dt u(x_t, r, t),   d/dt u = v ∂u/∂x + ∂u/∂t              (eq. 6, 8)
     x_r          = x_t - (t - r) u(x_t, r, t)                                             (eq. 12)
 
-so one evaluation at r = 0, t = 1 turns noise into an image. The loss is D / (D + c)^p (eq. 22). D
-is the squared distance of u from the right side of eq. 6, which has v = noise - x and gets no
-gradient. In the authors' code D is a sum over C, H and W, and c is 0.01. Here D is the mean, and c
-is 0.01 / (C H W). The derivative d/dt u is computed in one of two ways:
+so one evaluation at r = 0, t = 1 turns noise into an image. The loss is D / (D + c)^p (eq. 22) with
+p = `loss_power`. D is the squared distance of u from the right side of eq. 6, which has
+v = noise - x and gets no gradient. In the authors' code D is a sum over C, H and W, and c is 0.01.
+Here D is the mean, and c is 0.01 / (C H W). The derivative d/dt u, at a fixed r, is computed in one
+of two ways:
 
     exact        by forward-mode differentiation, which every operation must support
     difference   from one more evaluation, at t - h on the line along v, with any kernel:
@@ -22,10 +23,12 @@ arXiv 2604.08837).
 
 Guidance by a label y is part of the target; sampling needs one evaluation (section 4.2, eq. 19):
 
-    v~ = w v + k u(x_t, t, t | y) + (1 - w - k) u(x_t, t, t)      the scale is w / (1 - k)
+    v~ = w v + k u(x_t, t, t | y) + (1 - w - k) u(x_t, t, t)
 
-The paper does not guide images whose label was dropped. Here all images are guided: without a label
-both terms are the same u, and the fixed point is the plain v.
+with w = `guidance_scale` and k = `guidance_mix` (omega and kappa in the paper). This is
+classifier-free guidance of scale w / (1 - k). The paper does not guide images whose label was
+dropped. Here all images are guided: without a label both terms are the same u, and the fixed point
+is the plain v.
 
 Dimensions: B batch, C channels, H height, W width. A level is t.
 """
@@ -81,7 +84,8 @@ class MeanFlow(AdditiveNoise):
     guidance_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def check_training(self, backbone: Backbone, label_dropout: float, routing: Method) -> None:
-        """Raise `ValueError` if the label dropout or the routing does not fit this loss."""
+        """Raise `ValueError` if the label dropout (the fraction of labels that training drops) or
+        the routing does not fit this loss."""
         guided = (self.guidance_scale, self.guidance_mix) != (1, 0)
         if guided and not (backbone.is_conditional and label_dropout):
             raise ValueError(
@@ -163,7 +167,8 @@ class MeanFlow(AdditiveNoise):
 
 
 def mean_slope(predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Tensor) -> Tensor:
-    """Return the exact d/dt of the predicted mean velocity u along `velocity` [B,C,H,W].
+    """Return the exact d/dt [B,C,H,W] of the predicted mean velocity u(x_t, r, t) along `velocity`,
+    at a fixed r.
 
     Raises:
         ValueError: an operation has no forward-mode derivative.

@@ -28,9 +28,10 @@ Predict = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Draw:
-    """The random numbers of one loss: `noise` [B,C,H,W], standard normal, and `level` [B].
+    """The random numbers of one loss: `noise` [B,C,H,W], standard normal, and its `level` [B].
 
-    `end` [B] is the other end of a span of levels (MeanFlow); `token_levels` [B,N]: one per token.
+    With MeanFlow, `end` [B] is the lower end of an interval of levels, of which `level` is the
+    upper end. If it is not None, `token_levels` [B,N] has a level for each token.
     """
 
     noise: Tensor
@@ -39,7 +40,7 @@ class Draw:
     token_levels: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Draw":
-        """Return the same draw on `device`."""
+        """Return the same random numbers on `device`."""
         tensors = (self.noise, self.level, self.end, self.token_levels)
         return Draw(*(None if each is None else each.to(device) for each in tensors))  # type: ignore[arg-type]
 

@@ -10,10 +10,11 @@ With a step h = t' - t < 0 from level t to t', d(x, t) = dx/dt, and a fresh z ~ 
     edm_stochastic  t^ = (1 + gamma) t,  x^ = x + sqrt(t^^2 - t^2) s_noise z, then heun from t^
     flow_sde        x' = x + h (d(x, t) - w s / 2) + sqrt(-h w) z,  w = diffusion t,  s the score
 
-In x_t = a y + b n, a(t) is the signal and b(t) the noise; D is the estimate of the clean y that
-belongs to dx/dt. Heun is Algorithm 1 of arXiv 2206.00364, edm_stochastic its Algorithm 2; dpmpp_2m
-is Algorithm 2 of arXiv 2211.01095, flow_sde the reverse SDE of SiT (arXiv 2401.08740, eq. 5 and 10)
-by the Euler-Maruyama rule.
+In x_t = a y + b n, a(t) is the signal and b(t) the noise, a' and b' are those at t'; D is the
+estimate of the clean y that belongs to dx/dt. D_before and k_before are D and k of the step before;
+`EDMStochastic` has gamma and s_noise, `FlowSDE` has diffusion. Heun is Algorithm 1 of arXiv
+2206.00364, edm_stochastic its Algorithm 2; dpmpp_2m is Algorithm 2 of arXiv 2211.01095, flow_sde
+the reverse SDE of SiT (arXiv 2401.08740, eq. 5 and 10) by the Euler-Maruyama rule.
 
 A step that ends at level 0 is an Euler step, because EDM's (x - D) / sigma has no value there and
 training rarely sees t = 0. One such step keeps the order: its own error is O(h^2). The SDE's last
@@ -205,16 +206,17 @@ class EDMStochastic:
 class FlowSDE:
     """The reverse SDE of flow matching by the Euler-Maruyama rule: num_steps evaluations.
 
+    The drift is v - w s / 2 and the noise sqrt(w), with velocity v, score s and w = diffusion t.
     For any diffusion, x has the same distribution at every t as with the ODE; fresh noise corrects
     some of the error of earlier steps.
 
-    The released samplers of SiT, REPA and SPRINT have the drift v - D s (s is the score) and noise
-    sqrt(2 D) with D = sigma = t, which is `diffusion=2`; the paper's w = sigma is `diffusion=1`.
-    They take 249 equal steps from t = 1 to 0.04, and a last step to 0 with the same drift but no
-    noise: `num_steps=250`, `last_step=0.04`.
+    SiT's paper has w = t, which is `diffusion=1`. The released samplers of SiT, REPA and SPRINT
+    have w = 2 t, which is `diffusion=2`. They take 249 equal steps from t = 1 to 0.04, and a last
+    step to 0 with the same drift but no noise: `num_steps=250`, `last_step=0.04`.
 
     Args:
-        diffusion: strength of the fresh noise, w(t) / t; 0 is Euler's rule.
+        diffusion: strength of the fresh noise: at t its variance grows by diffusion * t per unit of
+            time; 0 is Euler's rule.
         last_step: size of a last step with the SDE's drift and no noise; earlier steps are scaled
             to fit. 0: keep the grid's last step, which follows the ODE.
     """
@@ -257,8 +259,8 @@ def initial_noise(shape: Sequence[int], seed: int, indices: Sequence[int]) -> Te
 
 
 def step_noise(shape: Sequence[int], seed: int, indices: Sequence[int], step: int) -> Tensor:
-    """Return the noise [n,C,H,W] of a stochastic sampler's `step`; image i's noise depends only on
-    (seed, i, step)."""
+    """Return the noise [n,C,H,W] that a stochastic sampler adds in step number `step` to the images
+    `indices`, each of `shape` [C,H,W]; that of image i depends only on (seed, i, step)."""
     return _noise_of("sample step", shape, indices, seed, step)
 
 

@@ -37,7 +37,7 @@ class SamplingOptions:
         grid: the levels of the steps.
         guidance: the guidance of dx/dt.
         selection_rate: fraction of tokens that do not run in each call of the network, except in
-            calls that a guidance routes itself; 0 is dense.
+            calls that a guidance routes itself; 0: none.
         routing: the routing method that applies the rate; auto is the method of training.
         trained: the routing method of training.
     """
@@ -75,7 +75,8 @@ class SamplingOptions:
             self.guidance.check(backbone, objective)
 
     def _check_routing(self, backbone: Backbone) -> None:
-        """Raise `ValueError` unless training prepared the network for the routes of sampling."""
+        """Raise `ValueError` if tokens cannot bypass blocks in sampling: training did not prepare
+        the network for the routing method, or the guidance has rates of its own."""
         try:
             sampled_method(self.routing, self.trained, Stack.of(backbone))
             reason = ""
@@ -90,11 +91,10 @@ class SamplingOptions:
             )
 
     def check_training(self, backbone: Backbone, label_dropout: float) -> None:
-        """Raise `ValueError` if training did not include the weak prediction of the guidance.
+        """Raise `ValueError` if training does not teach `backbone` the weak prediction, which the
+        guidance leads away from; for example, predictions without a label need a label dropout.
 
-        Args:
-            backbone: the network.
-            label_dropout: fraction of conditions that training drops, 0 to 1.
+        label_dropout: fraction of conditions that training drops, 0 to 1.
         """
         if hasattr(self.guidance, "check_training"):
             self.guidance.check_training(backbone, label_dropout, self.trained)
@@ -103,7 +103,7 @@ class SamplingOptions:
         self, backbone: Backbone, objective: Objective, weak: Backbone | None = None
     ) -> None:
         """Evaluate the guidance once, with networks that return zeros, before training starts;
-        raise `ValueError` if it fails."""
+        raise `ValueError` if it fails. `weak` is the network of its `weak_checkpoint`."""
         x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
         levels = self.levels(objective)
         batch = ImageBatch(
@@ -139,8 +139,8 @@ class SamplingOptions:
 def blank(
     network: Backbone, watch: Callable[[int, Sequence[Crossing]], None] = lambda *call: None
 ) -> Backbone:
-    """Return a copy of a network that computes nothing and returns zeros. `watch` gets the number
-    of images and the crossings of each call."""
+    """Return a copy of a network that computes nothing and returns zeros. Each call passes the
+    number of images and the crossings (routed ranges of blocks) to `watch`."""
 
     def forward(
         x: Tensor, t: Tensor, y: Tensor | None = None, *, r: Any = None, routes: Any = ()

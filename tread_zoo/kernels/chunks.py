@@ -35,7 +35,8 @@ def reset(log_decay: Tensor, segment_ids: Tensor | None, value: float = -torch.i
 
 
 def cut(x: Tensor, steps: int) -> Tensor:
-    """Return x [B, L, H, F] as [T, B, H, Q, F] with Q = `steps`: a view, or padded with zeros."""
+    """Return x [B, L, H, F] as T chunks of Q = `steps` steps, [T, B, H, Q, F]: a view, or a copy
+    with zeros after the end."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % steps)) if x.shape[1] % steps else x
     return x.unflatten(1, (-1, steps)).permute(1, 0, 3, 2, 4)
 
@@ -66,8 +67,8 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
 
 
 def row_blocks(x: Tensor, num_values: int) -> list[slice]:
-    """Return slices that cut the rows of x into blocks, to compute in turn. On a CPU a block has
-    about `num_values` values; on other devices there is one block."""
+    """Return slices that cut the first axis of x into blocks, to compute one after the other. On a
+    CPU a block has about `num_values` values; on other devices there is one block."""
     num_rows = len(x)
     if x.device.type == "cpu":
         num_blocks = -(-x.numel() // num_values)
@@ -85,7 +86,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _solve_flops(
     a: tuple[int, ...], b: tuple[int, ...], *args: Any, left: bool = True, **kwargs: Any
 ) -> int:
-    """Return the FLOPs of solving a x = b: each entry sums half of the steps on average."""
+    """Return the FLOPs of solving a x = b for a triangular a, given the shapes of a and b: on
+    average, an entry of x takes a sum over half of a row of a."""
     return math.prod(b) * a[-1]
 
 
@@ -103,8 +105,8 @@ def softplus(x: Tensor) -> Tensor:
 class _Softplus(torch.autograd.Function):
     """Softplus as max(x, 0) + log(1 + e^-|x|). The logarithm is -log(1 - s), s = sigmoid(-|x|).
 
-    Rounding makes 1 - s some u, and log(u) misses what was lost. s log(u) / (u - 1) is as exact as
-    s (Kahan's method for log1p).
+    1 - s is rounded to some u, and log(u) has the error of this rounding. s log(u) / (u - 1) is as
+    exact as s (Kahan's method for log1p).
     """
 
     @staticmethod

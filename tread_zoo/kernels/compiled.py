@@ -36,10 +36,11 @@ CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # keys of the lines
 class CompiledSource:
     """The functions of a C file; `vectors.h` describes their arguments.
 
-    The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache). Its name is
-    <file>-<sources, flags and CPU>-<checksum>.so. Loading a library runs its code, so a folder or
-    file is not used if it is a link, or if another user owns it or can write it. If the cache
-    folder cannot be used, each process builds the library in a temporary folder.
+    The library that is built from the file is kept in the user's cache folder (`XDG_CACHE_HOME`, or
+    ~/.cache). Its name is <file>-<hash of sources, flags and CPU>-<checksum>.so. Loading a library
+    runs its code, so a folder or file is not used if it is a link, or if another user owns it or
+    can write it. If the cache folder cannot be used, each process builds the library in a temporary
+    folder.
     """
 
     device = "cpu"
@@ -147,7 +148,8 @@ def _compile(command: list[str]) -> None:
 
 
 def _cache_folder() -> Path:
-    """Return the folder of libraries. Raises OSError unless this user alone can write it."""
+    """Return the folder of built libraries, in the user's cache folder. Raises OSError unless this
+    user alone can write it."""
     places = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
     cache = next(filter(os.path.isabs, places), None)  # the XDG standard ignores relative paths
     if cache is None:

@@ -66,7 +66,7 @@ class Implementation:
         return self.needs.problem()
 
     def refuses(self, *args: Any) -> str | None:
-        """Return why this implementation does not take a call, or None."""
+        """Return why this implementation does not take a call with `args`, or None."""
         if self.needs is not None and any(
             isinstance(x, Tensor) and x.dtype == torch.float64 for x in args
         ):
@@ -115,7 +115,7 @@ used_ops: set[str] = set()  # operations called since the last `clear()`, outsid
 def register(
     op: str, implementations: Iterable[Implementation], example: Example, half: tuple[int, ...]
 ) -> None:
-    """Register an operation; see `Operation`."""
+    """Register an operation under the name `op`; `Operation` documents the other arguments."""
     OPERATIONS[op] = Operation(tuple(implementations), example, half)
 
 
@@ -184,8 +184,8 @@ def get_example(
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int, int, int] = (2, 71, 2, 32),
 ) -> list[Any]:
-    """Return the arguments of the operation's example, cast as in a run in the precision `dtype`.
-    `sizes` are batch, length, heads and width of a head."""
+    """Return the arguments of a small example call of `op`, cast as in a run in the precision
+    `dtype`. `sizes` are batch, length, heads and width of a head."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -202,8 +202,8 @@ def get_example(
 def unusable(
     op: str, which: Implementation, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """Return why an implementation cannot be used on a device in a precision (its package is
-    missing, or it was refused), or None."""
+    """Return why the implementation `which` of `op` cannot be used on a device in a precision (its
+    package or compiler is missing, or it failed the comparison with the torch form), or None."""
     reason = which.unavailable(device)
     if reason is not None or which.needs is None:
         return reason
@@ -220,7 +220,8 @@ def unusable(
 def _difference_to_torch(
     op: str, which: Implementation, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Return how an implementation fails on the example or differs from the torch form, or None."""
+    """Return how the implementation `which` fails on the example call of `op`, or by how much it
+    differs there from the torch form; None if it does neither."""
     args = get_example(op, device, dtype)
     if which.refuses(*args) is not None:
         return None  # it is never chosen for such a call
@@ -240,7 +241,7 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
     """Return the implementation that takes the call of `op` with `args` on `device`.
 
     Raises:
-        ValueError: for a form set by hand that cannot take the call.
+        ValueError: an implementation was set by hand and cannot take the call.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:

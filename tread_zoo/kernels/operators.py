@@ -87,7 +87,8 @@ def make_operator(
 
 
 def _define(name: str, schema: str, function: Callable[..., Any]) -> Any:
-    """Define an operator for all devices, and return it."""
+    """Define the operator `name`, which runs `function` on every device, and return it. `schema`
+    is its signature in torch's notation."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     return getattr(getattr(torch.ops, LIBRARY.ns), name)

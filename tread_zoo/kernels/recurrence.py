@@ -34,8 +34,8 @@ def _forward(
     segment_ids: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o [B, L, H, V], u of the same shape, and the states between chunks [chunks - 1, B, H,
-    K, V]. u is empty for linear attention, which has neither a nor beta."""
+    """Return o [B, L, H, V], u_t = S_{t-1}ᵀ a_t of the same shape, and the states S between chunks,
+    [chunks - 1, B, H, K, V]. u is empty for linear attention, which has neither a nor beta."""
     inputs = (q, k, v, a, b, beta, log_decay)
     _, u, states = _empty(*inputs)
     o = v.new_empty(v.shape, dtype=torch.float32)
@@ -91,8 +91,8 @@ def linear_attention_flops(q: Sizes, k: Sizes, v: Sizes, *args: Any) -> tuple[in
 def _delta_rule_flops(q: Sizes, v: Sizes, by_channel: bool) -> tuple[int, int]:
     """Return the FLOPs of the gated delta rule's torch form, forward and backward, for shapes q, v.
 
-    Counted, in the symbols of the torch form: products of pairs of steps; T (β v) and T (β exp(s)
-    k); the sums of v' for o and for S'; the products of S for v' and for o; and the inverses T.
+    Counted, in the symbols of the torch form: products of pairs of steps; M (β v) and M (β exp(s)
+    k); the sums of v' for o and for S'; the products of S for v' and for o; and the inverses M.
     `by_channel`: whether each channel has its own decay.
     """
     (batch, length, heads, size), width = q, v[3]

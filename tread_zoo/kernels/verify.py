@@ -12,7 +12,8 @@ Results = tuple[Tensor, list[Tensor]]  # an output and the gradients
 
 
 class Difference(NamedTuple):
-    """The largest errors of the output and of any gradient, relative to the largest value."""
+    """The largest errors of the output and of any gradient, each relative to the largest value of
+    the true output or gradient."""
 
     output: float
     gradient: float
@@ -21,7 +22,7 @@ class Difference(NamedTuple):
 def compare(
     run: Callable[..., Tensor], truth: Callable[..., Tensor], args: Sequence[Any]
 ) -> Difference:
-    """Return how far the results of `run` are from those of `truth` on `args`.
+    """Return how far the output and gradients of `run(*args)` are from those of `truth(*args)`.
 
     The floating tensors among the arguments are differentiated. Autocast, no_grad and hooks on
     saved tensors around the call have no effect.

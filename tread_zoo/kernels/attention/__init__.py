@@ -43,8 +43,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     """Return softmax(q kᵀ / √Dh) v, [B, H, N, Dh].
 
     Args:
-        q: [B, H, N, Dh].
-        k, v: [B, H, M, Dh], of one shape.
+        q: N queries of width Dh for each of H heads, [B, H, N, Dh].
+        k, v: M keys and values, [B, H, M, Dh] each.
         mask: bool [B or 1, H or 1, N, M], True where a query (row) sees a key (column); each query
             sees one or more.
 

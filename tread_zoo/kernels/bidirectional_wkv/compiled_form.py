@@ -1,4 +1,4 @@
-"""The bidirectional WKV in C for a CPU: one walk over the tokens in each direction.
+"""The bidirectional WKV in C for a CPU: one pass over the tokens in each direction.
 
 The maths is that of `triton_form`, with a running maximum but without chunks. Autograd keeps the
 inputs, the output and ℓ, the logarithm of the output's denominator. Rows of the batch and blocks of
@@ -34,7 +34,8 @@ def _forward(
 def _backward(
     grad: Tensor, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of k, v, w and u."""
+    """Return the gradients of k, v, w and u. `grad` is the gradient of the output; `out` and `lse`
+    are the results of `_forward`, and `args` its arguments."""
     k, v, w, u, positions, length = args
     gk, gv = (torch.empty_like(lse) for _ in range(2))
     gw, gu = lse.new_empty(2, *k.shape[::2])

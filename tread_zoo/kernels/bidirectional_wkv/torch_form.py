@@ -63,7 +63,8 @@ def _forward(
 def _backward(
     grad: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *places: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of k, v, w and u."""
+    """Return the gradients of k, v, w and u. `grad` is the gradient of the output; `places` are
+    `positions` and `length`."""
     gk, gv = empty_like(k), empty_like(v)
     dtype = at_least_float32(k, v)
     gs, gu = (torch.zeros(w.shape, dtype=dtype, device=w.device) for _ in range(2))
@@ -82,8 +83,9 @@ def _backward(
 def flops(k: tuple[int, ...], *args: Any) -> tuple[int, int]:
     """Return the FLOPs of the forward pass, 54 B L C, and of the backward pass, 94 B L C.
 
-    Forward: 21 per direction (m 2, a 4, b 3, h 5, c 3, c h 4), and 12 for r, f, N, D and N / D.
-    Backward: these 54, 15 more per direction (c g 2, G 4, q and ∂s 5, in 4), and 10 for g, ∂k, ∂u.
+    In the module's symbols, forward takes 21 per direction (m 2, a 4, b 3, h 5, c 3, c h 4), and 12
+    for r, f, N, D and N / D. Backward takes the same 54, then 15 per direction (c g 2, G 4, q and
+    ∂s 5, in 4), and 10 for g, ∂k and ∂u.
     """
     return 54 * math.prod(k), 94 * math.prod(k)
 
@@ -97,8 +99,8 @@ def outputs_like(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 class _Inputs(NamedTuple):
     """The inputs for R rows of the batch, time-major, in the dtype of the sums.
 
-    k, v: [L, R, C]. s: w/T [C]. u: [C]. places: the positions [L, R, 1]; None where they are
-    0 … L-1.
+    k, v: [L, R, C]. s: the decay per step, w divided by the length of the whole sequence, [C].
+    u: [C]. places: the positions [L, R, 1]; None where they are 0 … L-1.
     """
 
     k: Tensor
@@ -139,11 +141,12 @@ def _exp(x: Tensor) -> Tensor:
 
 
 class _Scan(NamedTuple):
-    """Memory for one pass over R rows of the batch. The fields are the module's symbols.
+    """Memory for one pass over R rows of the batch. The fields are the module's symbols, for both
+    directions (an axis of 2).
 
     m: [L, 2, R, C]; `_weigh` turns it into c. a, b: [L - 1, 2, R, C]. h: [L, 2 sums, 2, R, C]. G:
     shaped like h, for the backward pass only. g: [L, 2 sums, R, C], which `_weigh` uses as scratch.
-    gaps: d_t in both directions, [L - 1, 2, R, 1]; None where every distance is 1.
+    gaps: the distances d between steps, [L - 1, 2, R, 1]; None where every distance is 1.
     """
 
     m: Tensor
@@ -156,9 +159,9 @@ class _Scan(NamedTuple):
 
 
 class _Mean(NamedTuple):
-    """The output N / D and what its gradients need, each [L, R, C].
+    """The output, a weighted mean of the values, and what its gradients need, each [L, R, C].
 
-    own: f, the weight of the token's own value. inverse: 1 / D. out: N / D.
+    own: the weight of the token's own value. inverse: 1 / (the sum of the weights). out: the mean.
     """
 
     own: Tensor
@@ -209,7 +212,8 @@ def _slope(inputs: _Inputs, scan: _Scan, later: Tensor) -> Tensor:
 
 
 def _run(inputs: _Inputs, scan: _Scan) -> None:
-    """Compute the module's m, a, b and h in both directions, and write them to `scan`."""
+    """Run the recurrence in both directions, and write its m, a, b and h (see the module) to
+    `scan`."""
     m, a, b, h = scan.m, scan.a, scan.b, scan.h
     falls = inputs.s
     steps: Iterable[Tensor] = repeat(inputs.s, len(b))
@@ -238,7 +242,7 @@ def _run(inputs: _Inputs, scan: _Scan) -> None:
 
 def _weigh(inputs: _Inputs, scan: _Scan) -> _Mean:
     """Return the output, from the sums of both directions in `scan` and each token's own term.
-    Turns `scan.m` into c."""
+    Turns `scan.m` into the module's c."""
     c, h = scan.m, scan.h
     r = torch.maximum(c[:, 0], c[:, 1].flip(0))
     torch.maximum(r, inputs.k + inputs.u, out=r)
@@ -267,7 +271,7 @@ def _lend(memory: _Memory, inputs: _Inputs, count: int) -> _Scan:
 
 
 def _both_ways(x: Tensor) -> Tensor:
-    """Return x [L, R, C] as [L, 2, R, C]: forwards, then backwards."""
+    """Return x [L, R, C] as [L, 2, R, C]: in the order of time, and reversed."""
     return torch.stack([x, x.flip(0)], dim=1)
 
 

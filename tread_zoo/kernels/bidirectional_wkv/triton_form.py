@@ -65,7 +65,8 @@ def _forward(
 def _backward(
     grad: Tensor, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of k, v, w and u."""
+    """Return the gradients of k, v, w and u. `grad` is the gradient of the output; `out` and `lse`
+    are the results of `_forward`, and `args` its arguments."""
     *tensors, positions, length = args
     grad, k, v, w, u = (x.contiguous() for x in (grad, *tensors))
     places = None if positions is None else positions.contiguous()
@@ -78,14 +79,16 @@ def _backward(
 
 
 def _edges(k: Tensor, size: int) -> Tensor:
-    """Return uninitialised float32 [B, n, 2, size, C]: states at both edges of the chunks of k."""
+    """Return uninitialised float32 [B, n, 2, size, C]: for each of the n chunks of k [B, L, C], the
+    states at its two edges, `size` numbers for each channel."""
     batch, num_tokens, channels = k.shape
     num_chunks = -(-num_tokens // CHUNK)
     return k.new_empty(batch, num_chunks, 2, size, channels, dtype=torch.float32)
 
 
 def _launch(kernel: str, k: Tensor, length: int, *tensors: Tensor | None) -> None:
-    """Run a kernel for all chunks of k [B, L, C] and all channels."""
+    """Run the kernel that is called `kernel` on `tensors`, for all chunks and channels of k
+    [B, L, C]. The whole sequence, of which k may be a subset, has `length` steps."""
     batch, num_tokens, channels = k.shape
     num_chunks = -(-num_tokens // CHUNK)
     grid = (batch * num_chunks, -(-channels // BLOCK))

@@ -29,7 +29,8 @@ def summarise(
     k_ptr, v_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each chunk's forth and back state (m, N, D), computed from its own steps."""
+    """Write, for each chunk, the state (m, N, D) that sums up its steps as seen from the last one
+    (forth), and the same as seen from the first one (back)."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -123,7 +124,8 @@ def summarise_grads(
     grad_ptr, out_ptr, lse_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each chunk's forth and back state (m, A, Z, A', Z'), computed from its own steps."""
+    """Write, for each chunk, the backward state (m, A, Z, A', Z') that sums up its steps as seen
+    from the last one (forth), and the same as seen from the first one (back)."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c
@@ -157,7 +159,8 @@ def differentiate(
     gk_ptr, gv_ptr, gs_ptr, gu_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ∂k and ∂v [B, L, C], and what each chunk adds to ∂s and ∂u, [B, n, C]."""
+    """Write ∂k and ∂v [B, L, C], and what each of the n chunks adds to ∂u and to ∂s, the gradient
+    of the decay per step, [B, n, C] each."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
@@ -224,8 +227,8 @@ def _grads_after_groups(
     length, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return m, A, Z, A' and Z' of all steps after each group of GROUP steps in the chunk: five
-    tensors [GROUPS, BLOCK]."""
+    """Return, for each of the GROUPS groups of GROUP steps in the chunk, the backward state
+    (m, A, Z, A', Z') of all steps after the group: five tensors [GROUPS, BLOCK]."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
     for chunk in range(num_chunks - 1, start // CHUNK, -1):
@@ -334,7 +337,7 @@ def _rows(at, left, channels, CHUNK: tl.constexpr, other):
 
 @triton.jit
 def _gaps(places_ptr, row, start, length, CHUNK: tl.constexpr):
-    """Return the CHUNK + 1 distances from each step to the next, for `start` - 1 … `start` +
+    """Return the CHUNK + 1 distances between neighbours among the steps `start` - 1 … `start` +
     CHUNK."""
     gaps = ()
     for i in tl.static_range(CHUNK + 1):

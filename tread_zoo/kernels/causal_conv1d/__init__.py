@@ -82,7 +82,7 @@ def causal_conv1d(
 
     Args:
         x: [B, L, D]; steps before the first count as zero.
-        weight: [D, W]; the last tap multiplies the present step.
+        weight: [D, W], W taps for each channel; the last tap multiplies the present step.
         bias: [D] or None.
         segment_ids: integers [B, L]; a tap on a position with another id counts as zero.
         silu: whether to return SiLU of the sum.

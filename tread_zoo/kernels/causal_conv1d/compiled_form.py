@@ -77,7 +77,8 @@ def _run(
 
 
 def _same(segment_ids: Tensor, taps: int) -> Tensor:
-    """Return bool [B, L, W]: whether the token 0 … W-1 steps back has the same segment id."""
+    """Return bool [B, L, W], W = `taps`: whether the token 0 … W-1 steps back has the same segment
+    id."""
     back = F.pad(segment_ids, (taps - 1, 0)).unfold(1, taps, 1).flip(-1)
     return back == segment_ids.unsqueeze(-1)
 

@@ -55,7 +55,7 @@ def _gradients(
 
 
 class _Fusible(torch.autograd.Function):
-    """The same convolution as an autograd function, which torch.compile can trace and fuse."""
+    """The convolution as an autograd function, which torch.compile can trace and fuse."""
 
     @staticmethod
     def forward(
@@ -73,8 +73,8 @@ class _Fusible(torch.autograd.Function):
 
 
 def flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int, int]:
-    """Return the FLOPs: forward 2 B L D W, as torch counts a convolution, zeros before the start
-    included; backward twice as much, for ∂x and ∂w."""
+    """Return the FLOPs: forward 2 B L D W with W taps, as torch counts a convolution, zeros before
+    the start included; backward twice as much, for ∂x and ∂w."""
     return 2 * math.prod(x) * weight[1], 4 * math.prod(x) * weight[1]
 
 

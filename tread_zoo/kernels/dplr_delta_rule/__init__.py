@@ -1,6 +1,6 @@
 """The delta rule with a diagonal-plus-low-rank transition, RWKV-7's generalised delta rule.
 
-Dimensions: B batch, L length, H heads, K keys, V values.
+Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
 
 from collections.abc import Callable
@@ -60,11 +60,13 @@ def dplr_delta_rule(
     """Return o_t = scale S_tᵀ q_t with S_t = (diag(exp(g_t)) + b_t a_tᵀ) S_{t-1} + k_t v_tᵀ.
 
     (RWKV-7, arXiv 2503.14456, with a = -κ̂ and b = κ̂ times the in-context rate; g is the
-    log-decay.) Every head has a state [K, V], zero before the first step. Decays, sums and states
-    are float32 at least, under autocast too; the backward pass belongs outside autocast.
+    log-decay.) Every head has a state [K, V] (width of a key, width of a value), zero before the
+    first step. Decays, sums and states are float32 at least, under autocast too; the backward pass
+    belongs outside autocast.
 
     Args:
-        q, k, a, b: queries, keys and the low-rank transition [B, L, H, K].
+        q, k: queries and keys [B, L, H, K].
+        a, b: the two vectors of the low-rank transition, [B, L, H, K] each.
         v: values [B, L, H, V]; the result has their shape and dtype.
         log_decay: g <= 0 [B, L, H, K], of any size. A factor exp(g) below the precision of the
             dtype, exp(-16) in float32, is rounded up to that precision.

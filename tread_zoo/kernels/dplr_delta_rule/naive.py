@@ -1,6 +1,7 @@
 """S_t = diag(exp(g_t)) S_{t-1} + b_t (a_tᵀ S_{t-1}) + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
-g is the log-decay. Dimensions: B batch, L length, H heads, K keys, V values; a state is [K, V].
+g is the log-decay. A state is [K, V]. Dimensions: B batch, L length, H heads, K width of a key,
+V width of a value.
 """
 
 import torch

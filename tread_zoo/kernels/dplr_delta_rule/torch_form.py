@@ -20,8 +20,8 @@ logarithm of the dtype's precision: after such a decay, what is left of a state 
 rounding error. And the product is in float64, which holds exp(± Q/2 · 16) (for float64 inputs, 36
 instead of 16) for Q ≤ `CHUNK`. Pairs of steps in different segments are masked, not decayed.
 
-Dimensions: B batch, L length, H heads, K keys, V values, T chunks of Q steps, N = B H. a and q are
-stacked as rows [T, N, 2, Q, K], b and k as cols [T, N, 2, Q, K].
+Dimensions: B batch, L length, H heads, K width of a key, V width of a value, T chunks of Q steps,
+N = B H. a and q are stacked as rows [T, N, 2, Q, K], b and k as cols [T, N, 2, Q, K].
 """
 
 import math
@@ -108,10 +108,12 @@ def _in_chunks(
 def _walk(
     alone: Tensor, carried: Tensor, to_b: Tensor, brought: Tensor, left: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the states [N, K, V] before each chunk but the first, and u [T, N, Q, V].
+    """Return the states [N, K, V] before each chunk but the first, and u [T, N, Q, V], for T chunks
+    of Q steps and N = B H.
 
     With the state before a chunk, u = alone + carried @ state, and the state after the chunk is
-    left * state + brought + to_bᵀ u. All arguments but `alone` have T - 1 entries.
+    left * state + brought + to_bᵀ u. `carried` lacks the first chunk; `to_b`, `brought` and `left`
+    lack the last one.
     """
     states: list[Tensor] = []
     driven = [alone[0]]
@@ -124,15 +126,21 @@ def _walk(
 
 
 def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:
-    """Return segment numbers [T, N, Q]: the segments of each batch row are counted in order, so
-    that an id that comes back later gets another number."""
+    """Return segment numbers [T, N, Q] for T chunks of Q = `steps` steps and N = B * `heads`.
+
+    The segments of each batch row are counted in order, so that an id that comes back later gets
+    another number.
+    """
     runs = segment_starts(segment_ids).cumsum(1).unflatten(1, (-1, steps)).transpose(0, 1)
     return runs.repeat_interleave(heads, dim=1)
 
 
 class _Scores(torch.autograd.Function):
     """Sums over channels of row_i col_j exp(s_i - s_j), for all pairs of steps, [T, N, 2 Q, 2 Q].
-    Entries above the diagonal may be infinite. Backward recomputes the scaled rows and cols."""
+
+    s_i is the sum of a chunk's log-decays up to step i. Entries above the diagonal may be infinite.
+    Backward recomputes the scaled rows and cols.
+    """
 
     @staticmethod
     def forward(rows: Tensor, cols: Tensor, sums: Tensor) -> Tensor:
@@ -157,7 +165,7 @@ class _Scores(torch.autograd.Function):
 
 def _scale(rows: Tensor, cols: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return rows exp(s - m) and cols exp(m - s) [T, N, 2 Q, K], exp(s - m) and exp(m - s), all in
-    float64; m is s in the middle of the chunk."""
+    float64; s are the `sums` of log-decays, and m is s in the middle of the chunk."""
     middle = sums.shape[2] // 2
     around = (sums - sums[:, :, middle : middle + 1]).unsqueeze(2)
     up, down = around.exp(), torch.exp(-around)

@@ -74,13 +74,13 @@ def gated_delta_rule(
     scale: float | None = None,
     segment_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return o_t = scale S_tᵀ q_t [B, L, H, V], of the dtype of v, with the states [K, V]
+    """Return o_t = scale S_tᵀ q_t [B, L, H, V], of the dtype of v. Each head has the states [K, V]
 
         S_t = (I - β_t k_t k_tᵀ) diag(exp(log_decay_t)) S_{t-1} + β_t k_t v_tᵀ
 
-    from S_0 = 0 (Gated DeltaNet, arXiv 2412.06464, equation 10; with a decay for each channel Kimi
-    Delta Attention, arXiv 2510.26692). Decays, states and all values between are float32 at least,
-    under autocast too.
+    from S_0 = 0, for keys of width K and values of width V (Gated DeltaNet, arXiv 2412.06464,
+    equation 10; with a decay for each channel Kimi Delta Attention, arXiv 2510.26692). Decays,
+    states and all values between are float32 at least, under autocast too.
 
     Args:
         q: [B, L, H, K].

@@ -4,8 +4,8 @@ In a chunk of Q steps with S the state before it and s_ij = l_{j+1} + … + l_i 
 j = 0 for the chunk's start), the rule is linear attention over corrected values v': the given
 values minus the state's present values for the keys (the WY form, arXiv 2406.06484 and 2412.06464):
 
-    a_ij = -β_i k_i · exp(s_ij) k_j  for j < i,   T = (I - a)^-1
-    v'   = T (β v) - T (β exp(s_i0) k) S
+    a_ij = -β_i k_i · exp(s_ij) k_j  for j < i,   M = (I - a)^-1
+    v'   = M (β v) - M (β exp(s_i0) k) S
     o_i  = scale [ exp(s_i0) q_i · S + Σ_{j <= i} (q_i · exp(s_ij) k_j) v'_j ]
     S'   = exp(s_Q0) S + Σ_j exp(s_Qj) k_j v'_jᵀ
 
@@ -51,7 +51,8 @@ def gated_delta_rule_torch(
 
 
 def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tensor:
-    """Return o / scale [T, N, Q, V]; `falls` are the log-decays [T, N, Q, 1 or K]."""
+    """Return the output before it is multiplied by the scale, [T, N, Q, V], for T chunks of Q steps
+    and N = B H. `falls` are the log-decays [T, N, Q, 1 or K]."""
     written = beta * k
     products = _decayed_products if falls.shape[-1] == 1 else _decayed_products_by_channel
     scores, before, after = products(torch.stack([q, written], dim=2), k, falls)
@@ -64,12 +65,12 @@ def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tenso
 
 
 def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tensor:
-    """Return o / scale [T, N, Q, V], computed chunk by chunk.
+    """Return the output before it is multiplied by the scale, [T, N, Q, V], chunk by chunk.
 
     Args:
-        values: T (β v) [T, N, Q, V].
-        reads: factors on the state, for v' and for o [T, N, 2 Q, K].
-        writes: factors on v', for o and for the next state [T, N, Q + K, Q].
+        values: the part of v' that is independent of the state, [T, N, Q, V].
+        reads: factors on the state, for v' (Q rows) and for o, [T, N, 2 Q, K].
+        writes: factors on v', for o (Q rows) and for the next state, [T, N, Q + K, Q].
         totals: decays of the state over a chunk [T, N, 1 or K, 1].
     """
     steps = values.shape[-2]
@@ -86,10 +87,11 @@ def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tens
 
 
 def _decayed_products(x: Tensor, k: Tensor, falls: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x_i · exp(s_ij) k_j for j <= i, else 0, [T, N, 2, Q, Q]; then s_i0 and s_Qj, both [T,
-    N, Q, 1].
+    """Return x_i · exp(s_ij) k_j for j <= i, else 0, [T, N, 2, Q, Q]; then s_i0 and s_Qj,
+    [T, N, Q, 1] each.
 
-    x is [T, N, 2, Q, K]; `falls` are the log-decays [T, N, Q, 1].
+    s_ij is the sum of the log-decays `falls` [T, N, Q, 1] over the steps j+1 … i of a chunk of Q
+    steps. x has two vectors per step, [T, N, 2, Q, K].
     """
     length = x.shape[-2]
     later = torch.ones(length, length, dtype=torch.bool, device=x.device).tril(-1)
@@ -101,7 +103,8 @@ def _decayed_products(x: Tensor, k: Tensor, falls: Tensor) -> tuple[Tensor, Tens
 def _decayed_products_by_channel(
     x: Tensor, k: Tensor, falls: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_decayed_products`, with s [T, N, Q, K], for log-decays per channel.
+    """Return what `_decayed_products` does, for log-decays per channel, `falls` [T, N, Q, K]. The
+    sums s are [T, N, Q, K], too.
 
     Blocks of steps are joined in pairs until each chunk is one block. The products between a later
     and an earlier block use x decayed since the boundary and k decayed until the boundary.

@@ -59,9 +59,9 @@ def gated_linear_attention(
 ) -> Tensor:
     """Return o_t = scale S_tᵀ q_t with S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_tᵀ.
 
-    (Gated linear attention, arXiv 2312.06635, equation 3.) Every head has a state [K, V], zero
-    before the first step. Decays and states are float32 at least, under autocast too. For a
-    token g steps after the token before it, multiply log_decay by g.
+    (Gated linear attention, arXiv 2312.06635, equation 3.) Every head has a state [K, V] (width of
+    a key, width of a value), zero before the first step. Decays and states are float32 at least,
+    under autocast too. For a token g steps after the token before it, multiply log_decay by g.
 
     Args:
         q, k: queries and keys [B, L, H, K].

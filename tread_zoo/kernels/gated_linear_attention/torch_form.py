@@ -44,7 +44,8 @@ def _forward(
     segment_ids: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o [B, L, H, V], W [T, B, H, Q, Q], the states between chunks [T - 1, B, H, K, V]."""
+    """Return o [B, L, H, V], the weights W [T, B, H, Q, Q] of pairs of steps (T chunks of Q steps),
+    and the states between chunks [T - 1, B, H, K, V]."""
     out, weights, states = _empty(q, k, v, log_decay)
     with torch.autocast(q.device.type, enabled=False):
         for rows, heads in _blocks(q):
@@ -73,7 +74,8 @@ def _backward(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o, W and the states between chunks, given q, k, v and log-decays [T, r, Q, F]."""
+    """Return o, the weights W of pairs of steps, and the states between chunks. The arguments are
+    [T, r, Q, K or V]: T chunks of Q steps, r heads (of some batch rows)."""
     levels, since, until = _decays(log_decay)
     weights = torch.diag_embed((q * k).sum(-1))
     for h, since_mid, until_mid in levels:
@@ -97,8 +99,8 @@ def _gradients(
     states: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and log_decay, given the gradient of o; inputs are [T, r, Q,
-    F]."""
+    """Return the gradients of q, k, v and log_decay, given `grad`, that of o. The arguments are
+    shaped as for `_attend`, or returned by it."""
     levels, since, until = _decays(log_decay)
     gw, gv = grad @ v.mT, weights.mT @ grad
     own = gw.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -134,7 +136,7 @@ def _gradients(
 
 
 def _decays(log_decay: Tensor) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor, Tensor]:
-    """Return the decays within blocks of every size, and within the chunk.
+    """Return the decays within blocks of every size, and within chunks of Q steps.
 
     The first result has (h, since, until) for h = 1, 2, 4, …: the decays since and until the middle
     of each block of 2 h steps, [T, r, Q / 2h, h, K]. The others are the decays since the chunk's
@@ -152,14 +154,15 @@ def _decays(log_decay: Tensor) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor
 
 
 def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """Return views [T, r, Q / 2h, h, F] of x: first and second halves of its blocks of 2h."""
+    """Return views of x [T, r, Q, F]: the first and the second halves of its blocks of 2h steps,
+    [T, r, Q / 2h, h, F] each."""
     left, right = x.unflatten(2, (-1, 2, h)).unbind(3)
     return left, right
 
 
 def _corners(weights: Tensor, h: int) -> Tensor:
-    """Return a view [T, r, Q / 2h, h, h] of W: in each block of 2h steps, the weights with which
-    the second half of the steps reads the first half."""
+    """Return a view [T, r, Q / 2h, h, h] of `weights` [T, r, Q, Q]: in each block of 2h steps, the
+    weights with which the second half of the steps reads the first half."""
     blocks = weights.unflatten(3, (-1, 2 * h)).unflatten(2, (-1, 2 * h))
     return blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)[..., h:, :h]
 
@@ -179,7 +182,8 @@ def _cut(
     segment_ids: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scaled q, k, v and log-decays for some batch rows and heads, [T, r, Q, F]."""
+    """Return q times `scale`, k, v and the log-decays of some batch rows and heads (r in all), cut
+    into T chunks of Q steps: [T, r, Q, K or V]."""
     dtype = at_least_float32(q, k, v, log_decay)
     queries, keys, values, falls = (x[rows, :, heads].to(dtype) for x in (q, k, v, log_decay))
     falls = reset(falls, None if segment_ids is None else segment_ids[rows])
@@ -187,7 +191,8 @@ def _cut(
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """Return x [B, L, H, F] as [T, B H, Q, F], contiguous, with zeros after the end."""
+    """Return x [B, L, H, F] as T chunks of Q steps, [T, B H, Q, F], contiguous, with zeros after
+    the end."""
     return cut(x, power_of_two(x.shape[1], CHUNK)).flatten(1, 2).contiguous()
 
 
@@ -197,7 +202,7 @@ def _join(x: Tensor, out: Tensor) -> None:
 
 
 def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
-    """Return the slices of batch rows and of heads to compute in turn."""
+    """Return pairs of slices (batch rows, heads), to compute one after the other."""
     batch, length, heads, width = q.shape
     num = max(1, BLOCK_VALUES // (length * width)) if q.device.type == "cpu" else batch * heads
     some_rows, some_heads = max(1, num // heads), min(num, heads)

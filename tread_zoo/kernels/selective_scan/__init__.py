@@ -114,9 +114,9 @@ def selective_scan(
     Args:
         u: inputs [B, L, D]; y has their dtype.
         delta: [B, L, D]; without `step_bias`, the step sizes Δ > 0.
-        A: rates [D, N], negative for decay.
-        B, C: input and output vectors [B, L, G, N], D divisible by G.
-        D: [D] or None.
+        A: rates [D, N] of the N states of each channel, negative for decay.
+        B, C: input and output vectors [B, L, G, N] of G groups, D divisible by G.
+        D: factors on the input [D], or None.
         step_bias: [D]; Δ = softplus(delta + step_bias). None: Δ = delta.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
         gaps: g > 0 [B, L], the number of steps of the full sequence from the previous token to this

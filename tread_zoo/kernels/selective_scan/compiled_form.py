@@ -35,7 +35,8 @@ def _forward(
     step_bias: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return y [B, L, D] and the states between the chunks, [chunks - 1, B, G, N, P]."""
+    """Return y [B, L, D] and the states between the chunks, [chunks - 1, B, G, N, P], for G groups
+    of P channels with N states each."""
     _, states = kept_like(u, delta, A, B)
     inputs = _prepare(u, delta, A, B, C, D, step_bias, segment_ids)
     y = torch.empty_like(inputs[0])

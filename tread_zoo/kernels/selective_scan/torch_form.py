@@ -32,11 +32,11 @@ STEP_VALUES = 32768  # values per step of a tile on a CPU, so that a few tiles f
 
 
 class _Inputs(NamedTuple):
-    """The inputs in the state's dtype, with time first, as in the tiles [T, R, G, N, P].
+    """The inputs in the state's dtype, with time first, for G groups of P channels with N states.
 
     u, delta: [L, B, G, 1, P]. A: [G, N, P]. rates: A / ln 2 [G, N, P], as exp(Δ A) is computed as
     2^(Δ rates). B, C: [L, B, G, N]. D: [G, 1, P] or None. keep: 0 where a segment begins, else 1,
-    [L, B, 1, 1, 1] or None.
+    [L, B, 1, 1, 1]; None if there are no segments.
     """
 
     u: Tensor
@@ -50,7 +50,8 @@ class _Inputs(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """The steps of chunk number `chunk`, for some rows of the batch."""
+    """Which values are computed at a time: the `steps` of chunk number `chunk`, for some `rows` of
+    the batch."""
 
     steps: slice
     rows: slice
@@ -76,7 +77,8 @@ def _forward(
     D: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return y [B, L, D] and the states between the chunks, [chunks - 1, B, G, N, P]."""
+    """Return y [B, L, D] and the states between the chunks, [chunks - 1, B, G, N, P], for G groups
+    of P channels with N states each."""
     with torch.autocast(u.device.type, enabled=False):
         inputs = _prepare(u, delta, A, B, C, D, segment_ids)
         y = empty_like(u)
@@ -166,8 +168,8 @@ def _backward_tile(
 
 
 def _fill(inputs: _Inputs, tile: _Tile, a: Tensor, h: Tensor) -> Tensor:
-    """Return x = Δ u of a tile, [T, R, G, 1, P]. Write the decays to `a` [T, ...] and, from the
-    state before the tile in h[0], the others to `h` [T + 1, ...]."""
+    """Return x = Δ u of a tile, [T, R, G, 1, P]. Write the decays of its T steps to `a` [T, ...].
+    Compute the states after these steps from the one before them, h[0], and write them to h[1:]."""
     delta = inputs.delta[tile.at]
     x = delta * inputs.u[tile.at]
     torch.mul(delta, inputs.rates, out=a)
@@ -183,7 +185,8 @@ def _fill(inputs: _Inputs, tile: _Tile, a: Tensor, h: Tensor) -> Tensor:
 
 
 def _start(h: Tensor, states: Tensor, tile: _Tile) -> None:
-    """Set h[0] to the state before the tile."""
+    """Set h[0] to the state before the tile, from `states`, those before all chunks but the
+    first."""
     if tile.chunk == 0:
         h[0].zero_()
     else:
@@ -273,8 +276,8 @@ def _tiles(inputs: _Inputs) -> list[_Tile]:
 
 
 def _scratch(inputs: _Inputs, tiles: list[_Tile], count: int) -> Tensor:
-    """Return memory for `count` tensors [T + 1, R, G, N, P] of the first tile, which is the
-    largest."""
+    """Return memory with `count` rows. Each has room for the states of the first tile, which is the
+    largest, and for the state before it, [T + 1, R, G, N, P]."""
     span, num_rows = tiles[0].shape
     return inputs.A.new_empty(count, (span + 1) * num_rows * inputs.A.numel())
 
@@ -300,8 +303,8 @@ def flops(
 ) -> tuple[int, int]:
     """Return the FLOPs, 7 B L D N forward and 20 B L D N backward, without terms that lack N.
 
-    Forward: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2. Backward: h again 5, C ∂y 1, a g + C ∂y 2,
-    ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2.
+    Forward, in the module's symbols: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2. Backward: h again
+    5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2.
     """
     return 7 * math.prod(u) * A[1], 20 * math.prod(u) * A[1]
 

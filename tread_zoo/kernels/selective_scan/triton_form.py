@@ -43,8 +43,8 @@ BACKWARD_OPTIONS = {"maxnreg": 168} if torch.version.hip is None else {}
 class _Blocks(NamedTuple):
     """How the work is divided: a program computes one block of channels of one row of the batch.
 
-    channels: channels of a block. states: states of a channel, rounded up to a power of two.
-    parts: blocks of a group. programs: number of programs.
+    channels: number of channels of a block. states: number of states of a channel, rounded up to a
+    power of two. parts: number of blocks of a group. programs: number of programs.
     """
 
     channels: int
@@ -129,7 +129,7 @@ def _split(batch: int, width: int, groups: int, size: int, wanted: int) -> _Bloc
     """Return `_Blocks` with `wanted` states per program, or with all states of a group if it has
     fewer.
 
-    width: channels of all groups. size: states of a channel.
+    batch: rows of the batch. width: channels of all `groups`. size: states of a channel.
     """
     states = _power_of_two(size)
     channels = min(wanted // states, _power_of_two(width // groups))
@@ -143,7 +143,7 @@ def _power_of_two(least: int) -> int:
 
 def _sizes(u: Tensor, B: Tensor, blocks: _Blocks, steps: int) -> dict[str, Any]:
     """Return the constants that a kernel is compiled with, and its launch options. Batch and length
-    are not among them."""
+    are not among them. `steps` is the number of steps whose inputs are loaded together."""
     groups, size = B.shape[2:]
     return {
         "WIDTH": u.shape[2],

@@ -52,16 +52,16 @@ def ssd(
 ) -> Tensor:
     """Return y_t = h_t C_t + D x_t with h_t = exp(gaps_t Δ_t A) h_{t-1} + Δ_t x_t ⊗ B_t.
 
-    (Mamba-2, arXiv 2405.21060, section 5.1.) Every head has a state [P, N], zero before the first
-    step; head h belongs to group h // (H / G). Δ, A, the sums of decays and the states are float32
-    at least, under autocast too.
+    (Mamba-2, arXiv 2405.21060, section 5.1.) Every head has a state [P, N] (width of a head, number
+    of states), zero before the first step; head h belongs to group h // (H / G). Δ, A, the sums of
+    decays and the states are float32 at least, under autocast too.
 
     Args:
         x: inputs [B, L, H, P]; y has their shape and dtype.
         delta: step sizes Δ > 0 [B, L, H], after the softplus.
         A: rates [H], negative.
-        B, C: input and output vectors [B, L, G, N], H divisible by G.
-        D: [H] or None.
+        B, C: input and output vectors [B, L, G, N] of G groups, H divisible by G.
+        D: factors on the input [H], or None.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
         gaps: number of steps of the full sequence from the previous token to this token, positive
             [B, L]; the state decays over that many steps of the token's Δ. None means 1. Gaps

@@ -42,7 +42,8 @@ BLOCK_VALUES = 2**17  # B·L·H·P values computed at a time on a CPU: these fit
 
 
 class _Decays(NamedTuple):
-    """The decays between the steps of a chunk, for some rows of the batch.
+    """The decays between the Q steps of each of T chunks, for K groups (of some batch rows) of R
+    heads. s_i is the sum of a chunk's log-decays up to step i.
 
     apart: exp(s_i - s_j) where j <= i, else 1, [T, K, R, Q, Q].
     since: exp(s_i), but 0 if a segment starts at step i or before it, [T, K, R, Q].
@@ -57,7 +58,8 @@ class _Decays(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """The inputs of some rows of the batch in the state's dtype, cut into chunks.
+    """The inputs of some rows of the batch in the state's dtype, cut into T chunks of Q steps, for
+    K groups (of these rows) of R heads. `u` is the input, and `x` is u times delta.
 
     u, x: [T, K, R, Q, P]. delta: [T, K, R, Q]. A: [K, R, 1]. B, C: [T, K, Q, N].
     D: [K, R, 1, 1] or None. gaps: [T, K, 1, Q] or None.
@@ -96,7 +98,8 @@ def _forward(
     segment_ids: Tensor | None,
     gaps: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return y [B, L, H, P] and the states between the chunks, [T - 1, B, G, N, R P]."""
+    """Return y [B, L, H, P] and the states between the T chunks, [T - 1, B, G, N, R P] with
+    R = H / G."""
     y = _empty_padded(x)
     states = x.new_empty(_states_shape(x, B), dtype=at_least_float32(x, delta))
     with torch.autocast(x.device.type, enabled=False):
@@ -131,7 +134,7 @@ def _backward(grad_y: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _scan(c: _Chunks) -> Tensor:
-    """Return the states between the chunks, [T - 1, K, N, R P]."""
+    """Return the states before all chunks but the first, [T - 1, K, N, R P]."""
     left = _steps_first(c.x[:-1], c.decays.until[:-1])
     states = _bmm(c.B[:-1].mT, left)
     parts = states.unflatten(-1, (c.A.shape[1], -1)).unbind(0)
@@ -141,7 +144,7 @@ def _scan(c: _Chunks) -> Tensor:
 
 
 def _totals(c: _Chunks) -> Tensor:
-    """Return the decay over each chunk, [T - 2, K, R], without the first and the last chunk."""
+    """Return the decays over all chunks but the first and the last, [T - 2, K, R]."""
     return c.decays.since[1:-1, ..., -1]
 
 
@@ -155,13 +158,15 @@ def _outputs(c: _Chunks, states: Tensor) -> Tensor:
 
 
 def _weights(c: _Chunks, out: Tensor | None = None) -> Tensor:
-    """Return W [T, K, R, Q, Q]; `out` is the memory for it, or None."""
+    """Return the weights W of pairs of steps, [T, K, R, Q, Q]; see the module. They are written to
+    `out` if it is not None."""
     scores = _bmm(c.C, c.B.mT).mul_(c.decays.joined)
     return torch.mul(c.decays.apart, scores.unsqueeze(2), out=out)
 
 
 def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
-    """Return the inputs' gradients, from the gradient gy of y [T, K, R, Q, P]. Overwrites `c.x`."""
+    """Return the inputs' gradients, from the states between the chunks and the gradient gy of y,
+    [T, K, R, Q, P]. Overwrites `c.x`."""
     weights, gw = _weights(c), _bmm(gy, c.x.mT)
     gx = _bmm(weights.mT, gy)
     pairs = weights.mul_(gw)
@@ -187,7 +192,8 @@ def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
 def _add_between(
     c: _Chunks, states: Tensor, gy: Tensor, gx: Tensor, gB: Tensor, gC: Tensor, gfalls: Tensor
 ) -> None:
-    """Add to the gradients the terms that pass through the states; gfalls is ∂l [T, K, R, Q]."""
+    """Add to gx, gB, gC and gfalls, the gradient of the log-decays [T, K, R, Q], the terms that
+    pass through `states`, those between the chunks. gy is the gradient of y."""
     heads, since, until = c.A.shape[1], c.decays.since[1:], c.decays.until[:-1]
     left, gout = _steps_first(c.x[:-1], until), _steps_first(gy[1:], since)
     gstates = _bmm(c.C[1:].mT, gout)
@@ -280,15 +286,16 @@ def _heads_first(values: Tensor, heads: int) -> Tensor:
 
 
 def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return `values` [B, L, H, F] as [T, K, R, Q, F], contiguous, with zeros after the end."""
+    """Return `values` [B, L, H, F] in `dtype` as T chunks of Q steps, with K = B * `groups` and
+    R = H / `groups`: [T, K, R, Q, F], contiguous, with zeros after the end."""
     return _chunked(values.to(dtype), groups).contiguous().flatten(1, 2)
 
 
 def _cut_tokens(
     values: Tensor | None, rows: slice, groups: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the `rows` of `values` [B, L] as [T, K, 1, Q], equal for all groups; None without
-    values."""
+    """Return the `rows` of `values` [B, L] in `dtype` as T chunks of Q steps: [T, K, 1, Q], with
+    K = rows * `groups`, equal for all groups; None if `values` is None."""
     if values is None:
         return None
     shaped = values[rows, :, None, None].expand(-1, -1, groups, -1)
@@ -296,13 +303,14 @@ def _cut_tokens(
 
 
 def _per_head(values: Tensor, batch: int, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return `values` [H] as [K, R, 1], equal for all rows of the batch."""
+    """Return `values` [H] in `dtype` as [K, R, 1], with K = `batch` * `groups` and
+    R = H / `groups`, equal for all rows of the batch."""
     heads = values.to(dtype).view(1, groups, -1, 1)
     return heads.expand(batch, -1, -1, -1).flatten(0, 1)
 
 
 def _join(values: Tensor, out: Tensor, groups: int) -> None:
-    """Write values [T, K, R, Q, F] to out [B, T Q, H, F]."""
+    """Write `values` [T, K, R, Q, F], with K = B * `groups`, to `out` [B, T Q, H, F]."""
     _chunked(out, groups).copy_(values.unflatten(1, (-1, groups)))
 
 
@@ -312,14 +320,15 @@ def _chunked(values: Tensor, groups: int) -> Tensor:
 
 
 def _spans(length: int) -> tuple[int, int]:
-    """Return T and Q: the fewest chunks of at most `CHUNK` steps, of one length."""
+    """Return T and Q: the fewest chunks that hold `length` steps, and the number of steps in each,
+    at most `CHUNK`."""
     num_chunks = -(-length // CHUNK)
     return num_chunks, -(-length // num_chunks)
 
 
 def _empty_padded(values: Tensor) -> Tensor:
-    """Return uninitialised memory [B, T Q, ...], for `values` [B, L, ...] filled up to whole
-    chunks."""
+    """Return uninitialised memory [B, T Q, ...] for `values` [B, L, ...] that are padded to T whole
+    chunks of Q steps."""
     num_chunks, span = _spans(values.shape[1])
     return values.new_empty(len(values), num_chunks * span, *values.shape[2:])
 
@@ -342,8 +351,9 @@ def _flops(
 ) -> tuple[int, int]:
     """Return the FLOPs of the matrix products, forward and backward.
 
-    Forward: C Bᵀ, W x, what x adds to the states, and what y reads from the states. Backward: C Bᵀ
-    and its two gradients, the gradients of W and x, ∂l, and five products with states.
+    Forward, in the module's symbols: C Bᵀ, W x, what x adds to the states, and what y reads from
+    the states. Backward: C Bᵀ and its two gradients, the gradients of W and x, ∂l, and five
+    products with states.
     """
     (batch, length, heads, width), (groups, size) = x, B[2:]
     num_chunks, steps = _spans(length)
