@@ -59,16 +59,19 @@ class Backbone(nn.Module, ABC):
         per_token_time: whether t may also be [B, N], a time for each token.
 
     Attributes:
-        routing: a module with the weights of a routing method, or None. Its `cross(crossings)`
-            returns the crossings that a call runs; `tread_zoo.factory.add_routing` sets it.
-        context_length, context_size: T and S of contexts, set by `add_contexts`; else 0.
-        num_context_tokens: number of context tokens and registers, the first of the extra tokens.
+        routing: a module with the weights of a routing method, or None; set by
+            `tread_zoo.factory.add_routing`. Its `cross(crossings)` returns the `Crossing`s that a
+            call runs.
+        context_length, context_size: number T and width S of the embeddings of a context, set by
+            `add_contexts`; else 0.
+        num_context_tokens: number of context tokens and registers, the first extra tokens.
 
     Subclasses fill `self.blocks`, an `nn.ModuleList`, and may set
 
     - `self.num_extra_tokens`, E;
     - `self.skips`, {consumer: producer} of long skips, as indices of blocks. The consumer gets the
-      first stream as it was after the producer; a producer may have several consumers.
+      first stream (tensor of tokens) as it was after the producer; a producer may have several
+      consumers.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -131,8 +134,8 @@ class Backbone(nn.Module, ABC):
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        """Return the streams [B, E + K, D] after `self.blocks[index]`. The block must be called as
-        a module, because compilation and sharding hook that call.
+        """Return the streams, tensors of tokens [B, E + K, D], after `self.blocks[index]`. The
+        block must be called as a module, because compilation and sharding hook that call.
 
         `condition` is from `embed`, `layout` says which tokens are present, and `skip` is a long
         skip [B, E + K, D] of the same tokens, or None.
@@ -140,11 +143,12 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def head(self, streams: Streams, condition: Any) -> Tensor:
-        """Return the output [B, C_out, H, W] from the streams [B, E + N, D] after all blocks."""
+        """Return the output [B, C_out, H, W] from `streams`, the tensors of tokens [B, E + N, D]
+        after all blocks, and the condition that `embed` returned."""
 
     def hidden_state(self, streams: Streams) -> Tensor:
-        """Return what `forward` collects as a block's features, [B, E + K, D], from the streams
-        after the block; by default the first stream."""
+        """Return what `forward` collects as a block's features, [B, E + K, D], from `streams`, the
+        tensors of tokens after the block; by default the first of them."""
         return streams[0]
 
     # What all backbones share ---------------------------------------------------------------------
@@ -172,7 +176,8 @@ class Backbone(nn.Module, ABC):
         return bool(self.num_classes or self.context_size)
 
     def null_like(self, y: Tensor) -> Tensor:
-        """Return the null condition in the shape of `y`: null labels [B], or zeros [B, T, S]."""
+        """Return the null condition in the shape of `y`: null labels [B], or contexts of zeros
+        [B, T, S]."""
         return torch.full_like(y, 0 if self.context_size else self.null_label)
 
     def add_contexts(self, context_length: int, context_size: int) -> None:
@@ -182,7 +187,8 @@ class Backbone(nn.Module, ABC):
         all others. Both are initialised from torch's global generator. Times must then be [B].
 
         Args:
-            context_length, context_size: T and S; 0 and 0 change nothing.
+            context_length, context_size: T and S, number and width of the embeddings; 0 and 0
+                change nothing.
 
         Raises:
             ValueError: only one of them is 0, the network has labels, or it takes no contexts.
@@ -218,19 +224,22 @@ class Backbone(nn.Module, ABC):
         self.per_token_time = False
 
     def prepend_context(self, tokens: Tensor, y: Tensor | None) -> Tensor:
-        """Return context tokens (if any), R registers (if any), then `tokens` [B, L, D], as one
-        sequence [B, T + R + L, D]. Contexts y are [B, T, S]; None means zeros."""
+        """Return T context tokens (if any), R registers (if any), then `tokens` [B, L, D], as one
+        sequence [B, T + R + L, D]. Contexts `y` are T embeddings of width S per image, [B, T, S];
+        None means zeros."""
         return self.prepend(tokens, self.embed_context(y, len(tokens)))
 
     def prepend(self, tokens: Tensor, context: Tensor | None) -> Tensor:
-        """Return context tokens (if any), registers (if any), then `tokens` [B, L, D]."""
+        """Return the context tokens `context` [B, T, D] (None: without them), registers (if any),
+        then `tokens` [B, L, D], as one sequence."""
         if self.registers is not None:
             tokens = torch.cat([self.registers.expand(len(tokens), -1, -1), tokens], dim=1)
         return tokens if context is None else torch.cat([context, tokens], dim=1)
 
     def embed_context(self, y: Tensor | None, batch: int) -> Tensor | None:
-        """Return context tokens [B, T, D] of contexts y [B, T, S], or of `batch` contexts of zeros
-        if y is None. Return None for a network without contexts."""
+        """Return the context tokens [B, T, D] of contexts `y`, T embeddings of width S per image,
+        [B, T, S]. If `y` is None, they are those of `batch` contexts of zeros. Return None for a
+        network without contexts."""
         if self.context_embed is None:
             return None
         weight = self.context_embed.weight
@@ -241,7 +250,7 @@ class Backbone(nn.Module, ABC):
     @cached_property
     @torch.no_grad()
     def widths(self) -> tuple[int, ...]:
-        """The width D of each stream."""
+        """The width D of each stream, a tensor of tokens that goes from block to block."""
         like = next(self.parameters())
         one = torch.zeros(1, self.in_channels, *self.input_size, device=like.device)
         streams, _ = self._embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
@@ -257,19 +266,20 @@ class Backbone(nn.Module, ABC):
         routes: Sequence[Crossing] = (),
         features: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, dict[int, Features]]:
-        """Return the raw output [B, C_out, H, W]. The output of an empty batch has no gradient.
+        """Return the raw output [B, C_out, H, W], from which an objective forms its estimate. The
+        output of an empty batch has no gradient.
 
         Args:
             x: noisy images [B, C, H, W].
             t: noise labels [B] of order 1, from the objective; or [B, N], one per token, if
                 `per_token_time`.
-            y: labels [B], int64, in 0 … num_classes, or contexts [B, T, S], floats of any
-                precision, padded with zeros. None means the null label, or all zeros.
+            y: labels [B], int64, in 0 … num_classes; or contexts [B, T, S], T embeddings of width S
+                in any float precision, padded with zeros. None: the null label, or all zeros.
             r: start of a time span [r, t], shaped like t, for outputs such as a mean velocity. None
                 means r = t. `embed` gets the complex t + i (t - r), which `TimestepEmbedder` and
                 `time_sinusoids` accept.
-            routes: crossings from a routing method, such as `tread_zoo.routing.Select`; disjoint
-                or nested.
+            routes: crossings (ranges of blocks that see fewer tokens) of a routing method, such as
+                `tread_zoo.routing.Select`; disjoint or nested.
             features: indices of blocks. If given, the result is (output, {block: `Features`}), the
                 tokens after each of these blocks, with gradients. Within a route, only the kept
                 tokens are there.
@@ -327,7 +337,8 @@ class Backbone(nn.Module, ABC):
         stop: int | None = None,
     ) -> tuple[Streams, dict[int, Features]]:
         """Return the streams after blocks 0 … stop-1 (None: after all blocks), and
-        {block: `Features`} for the blocks `wanted`. `crossings` are in the order of entry."""
+        {block: `Features`} for the blocks `wanted`. `streams` and `condition` are from `embed`;
+        `crossings` are in the order of entry."""
         layout = Layout(
             self.grid, self.num_extra_tokens, batch=len(streams[0]), device=streams[0].device,
             num_context=self.num_context_tokens,

@@ -24,8 +24,8 @@ def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-    """Check the shapes of images x, times t and conditions y, since a wrong shape may broadcast
-    without an error, and that each of the network's long skips leads to a later block."""
+    """Raise `ValueError` if images x, times t or conditions y have a wrong shape, which might
+    broadcast without an error, or if a long skip of the network does not lead to a later block."""
     batch, shape = len(x), (network.in_channels, *network.input_size)
     if x.shape[1:] != shape:
         raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(shape)}].")
@@ -43,7 +43,8 @@ def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
 
 
 def check_condition(network: Any, y: Tensor, batch: int) -> None:
-    """Check that y holds labels [B], or contexts [B, T, S] if the network takes these."""
+    """Raise `ValueError` unless y holds labels [B] or, for a network that takes contexts, T
+    embeddings of width S per image, [B, T, S]."""
     if not network.is_conditional:
         raise ValueError("y was given, but num_classes=0 makes an unconditional network.")
     if not network.context_size:
@@ -59,7 +60,8 @@ def check_condition(network: Any, y: Tensor, batch: int) -> None:
 
 
 def check_new_context(network: Any, length: int, size: int) -> None:
-    """Check that a network can take contexts of `length` T and `size` S."""
+    """Raise `ValueError` if a network cannot take contexts of `length` embeddings of width `size`.
+    If both are 0, there are no contexts."""
     if bool(length) != bool(size):
         raise ValueError(
             f"context_length={length} and context_size={size} go together: the number of "
@@ -78,7 +80,8 @@ def check_new_context(network: Any, length: int, size: int) -> None:
 
 
 def check_streams(method: str, streams: Any) -> None:
-    """Check that `streams`, which a backbone's `method` returned, is a tuple of tensors."""
+    """Raise `TypeError` unless `streams`, which a backbone's method `method` returned, is a tuple
+    of tensors."""
     if not isinstance(streams, tuple) or not all(isinstance(s, Tensor) for s in streams):
         raise TypeError(
             f"{method} returned a {type(streams).__name__} for its streams; expected a tuple of "
@@ -87,7 +90,8 @@ def check_streams(method: str, streams: Any) -> None:
 
 
 def check_embedded(returned: Any, batch: int, num_tokens: int, num_extra: int) -> None:
-    """Check that `embed` returned streams [B, E + N, D] and a condition."""
+    """Raise `TypeError` unless `returned`, the result of `embed`, is (streams, condition), each
+    stream with `num_extra` + `num_tokens` tokens: [B, E + N, D]."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
             f"embed returned a {type(returned).__name__}; expected streams and condition, as "

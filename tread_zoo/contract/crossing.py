@@ -33,8 +33,8 @@ class Layout:
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
         batch, device: B and the device of the tokens; used if `ids` is None.
-        num_context: number of extra tokens that are context tokens or registers. They come first,
-            and scans read them first in both directions.
+        num_context: number of extra tokens that are context tokens or registers (learned tokens).
+            They come first, and scans read them first in both directions.
         cache: what blocks compute from the layout and share in one forward pass, e.g. scan orders.
     """
 
@@ -70,8 +70,8 @@ class Layout:
 
 
 class Features(NamedTuple):
-    """The tokens [B, K, D] after a block, without extra tokens, and their raster positions `ids`,
-    int64 [B, K], or None if all N tokens are present."""
+    """The K tokens of the grid that are present after a block: `tokens` [B, K, D], without extra
+    tokens, and their raster positions `ids`, int64 [B, K], or None if all N tokens are present."""
 
     tokens: Tensor
     ids: Tensor | None
@@ -92,12 +92,11 @@ class Tokens(NamedTuple):
     """All that travels per token between two blocks.
 
     streams: tensors of tokens that every block updates, [B, E + K, D] each.
-    skips: {producer: long skip [B, E + K, D]} for those that later blocks consume; the producer is
-        the index of a block. A crossing that drops tokens leaves out those that its blocks do not
-        consume.
+    skips: {index of the block it comes from: long skip [B, E + K, D]}, for skips to later blocks.
+        Within a crossing that drops tokens, only the skips that its blocks consume are here.
     condition: what blocks are conditioned on; a `PerToken` in it has values for the same tokens.
     layout: which tokens are present.
-    inner: keys of the `skips` that the blocks of a crossing consume; set to enter the crossing.
+    inner: keys of the `skips` that the blocks of a crossing consume; set before it is entered.
     """
 
     streams: Streams
@@ -127,14 +126,15 @@ class Tokens(NamedTuple):
         put: Callable[[Tensor, Tensor], Tensor],
         absent: Streams | None = None,
     ) -> "Tokens":
-        """Return all tokens after a crossing, from `self`, all tokens before it. The results of the
+        """Return all tokens after a crossing. `self` are all tokens before it; the results of the
         crossing (streams, and long skips that its blocks produced) are put into full tensors.
 
         Args:
             after: the tokens after the crossing's last block.
             put: function of a full tensor [B, E + N, D] and processed tokens [B, E + K, D] that
                 returns the full tensor with these tokens in it.
-            absent: full tensors into which the streams are put; None: those before the crossing.
+            absent: full tensors into which the streams are put; None: the streams before the
+                crossing.
         """
         meanwhile = {
             producer: put(self.streams[0], skip)
@@ -150,7 +150,7 @@ Exit = Callable[[Tokens], Tokens]
 
 @dataclass(frozen=True)
 class Crossing:
-    """How blocks start … end-1 run in a call, usually on fewer tokens.
+    """How blocks start … end-1 run in a call of the network, usually on fewer tokens.
 
     Subclasses are frozen dataclasses that override `enter`, which draws no random numbers;
     `runs = False` skips the blocks.
@@ -216,8 +216,9 @@ def plain_condition(condition: Any) -> Any:
 
 
 def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
-    """Return the rows that extra and kept tokens have in a stream flattened to [B * (E + N), D]:
-    int64 [B * (E + K)]. `ids` [B, K] are the raster positions of the kept tokens."""
+    """Return the rows that E extra and K kept tokens of each image have in a stream flattened to
+    [B * (E + N), D]: int64 [B * (E + K)]. `ids` [B, K] are the raster positions of the kept tokens.
+    """
     batch, device = ids.shape[0], ids.device
     extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
     within = torch.cat([extra, ids + num_extra], dim=1)

@@ -14,23 +14,25 @@ from tread_zoo.kernels import attention
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
-    """Cut images [B, C, H, W] into patches [B, N, C * p * p], in raster order."""
+    """Cut images [B, C, H, W] into patches of side p = `patch_size`, in raster order:
+    [B, N, C * p * p]."""
     p = patch_size
     x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def unpatchify(tokens: Tensor, patch_size: int, grid: tuple[int, int]) -> Tensor:
-    """Join patches [B, N, p * p * C] of a grid (h, w) into images [B, C, h * p, w * p]."""
+    """Join patches [B, N, p * p * C] of side p = `patch_size` into images [B, C, h * p, w * p].
+    `grid` is (h, w), the number of patches in each direction."""
     x = tokens.unflatten(2, (patch_size, patch_size, -1)).unflatten(1, grid)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
 def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
-    """Return fixed sine-cosine positions, float32 [h * w, D].
+    """Return fixed sine-cosine positions of width D = `width` on a grid (h, w), float32 [h * w, D].
 
     The first half of the channels encodes the column, the second the row, each as sines then
-    cosines of `position / 10000^(2i / (D/2))` (as in DiT, arXiv 2212.09748).
+    cosines of `position / 10000^(2i / (D/2))`, i = 0 … D/4 - 1 (as in DiT, arXiv 2212.09748).
 
     Raises:
         ValueError: `width` is not divisible by 4.
@@ -54,7 +56,7 @@ def rotary_2d(
     2104.09864, in two dimensions).
 
     Args:
-        rows, cols: rows and columns of the tokens on the full grid, int64 [B, K].
+        rows, cols: rows and columns, on the full grid, of the K tokens present, int64 [B, K].
         head_size: Dh, divisible by 4.
         num_extra: E, the number of tokens that come first and are not rotated.
     """
@@ -67,8 +69,8 @@ def rotary_2d(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [B, H, E + K, Dh] with each pair of channels rotated; `rotary_2d` returns `cos` and
-    `sin`."""
+    """Return x [B, heads, E + K, Dh], queries or keys, with each pair of channels rotated by `cos`
+    and `sin` from `rotary_2d`."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin)
 
@@ -82,7 +84,7 @@ def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
 
     Args:
         t: noise labels [..] of order 1, real or complex.
-        size: an even number.
+        size: number of sinusoids, even.
         time_scale: factor on t; 1000 spreads labels of order 1 over the wavelengths.
     """
     if t.is_complex():
@@ -124,7 +126,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Embed labels y [B] into [B, D]; row `num_classes` is the null label, and `y=None` means the
+    """Embed labels y [B] into [B, D]. Label `num_classes` is the null label; `y=None` means the
     null label for the whole batch."""
 
     def __init__(self, num_classes: int, hidden_size: int) -> None:
@@ -191,8 +193,9 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class AdaLNHead(nn.Module):
-    """Maps tokens [B, N, D] to patches [B, N, p * p * C_out]: a norm that the condition modulates,
-    then a linear layer. The caller applies SiLU to the condition, [B, D] or [B, N, D]."""
+    """Maps tokens [B, N, D] to patches of side p, [B, N, p * p * C_out]: a norm that the condition
+    modulates, then a linear layer. The caller applies SiLU to the condition, [B, D] or [B, N, D].
+    """
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()

@@ -2,10 +2,10 @@
 
 method.py       what a routing method is: `Method`, `Bypass`, `Stack`, `Step`
 methods/        the methods: tread, sprint, maskdit, microdit, random_ltd, layer_drop, …
-select.py       crossings that most methods are made of: `Select`, `Ranked`, `Skip`
-selectors.py    which tokens a choice keeps
+select.py       ranges of blocks that see fewer tokens, for most methods: `Select`, `Ranked`, `Skip`
+selectors.py    which tokens a route keeps
 timing.py       which steps of a run route, and at which rate
-orders.py, scans.py   curves over the grid, and how a mixer walks them
+orders.py, scans.py   curves over the grid of tokens, and how scans and convolutions follow them
 token_loss.py   an objective's loss per token
 """
 

@@ -54,7 +54,8 @@ class Stack:
         num_blocks: number of blocks.
         grid: (h, w); N = h * w tokens.
         widths: D of each stream, a tensor of tokens that goes from block to block.
-        skips: {consumer: producer} of each long skip, as block indices.
+        skips: {consumer: producer} of the long skips, indices of a block and of the earlier block
+            whose tokens it also gets.
         default_range: start and end of the blocks to route by default, as in Python slices.
         default_selector: name of the selector that `auto` means.
         keep: bool [B, N], tokens that every choice must keep, or None.
@@ -87,8 +88,9 @@ class Stack:
         return num_kept_tokens(self.num_tokens, rate)
 
     def span(self, start: int | str = "auto", end: int | str = "auto") -> tuple[int, int]:
-        """Return start and end of a range of blocks, counted from 0. Negative arguments count from
-        the last block, and `auto` is the network's default.
+        """Return (start, end) of a range of blocks, counted from 0; block `end` is the first after
+        the range. Negative arguments count from the end, as in Python slices, and `auto` is the
+        network's default.
 
         If the network is too shallow for its default range, `auto` at both ends means all blocks
         but the first and about the last third.
@@ -121,13 +123,14 @@ class Stack:
         """Return a `Select` or `Ranked` by which only K tokens run through a range of blocks.
 
         Args:
-            span: start and end of the range.
+            span: start and end of the range, as `span` returns them.
             selector: `auto`, or a registered selector by its name or as a mapping with its options.
             num_kept: K.
             images: random number generator of B images; the kept tokens' ids are on its device.
 
         Raises:
-            ValueError: the stack's `keep` marks more than K tokens of an image.
+            ValueError: the field `keep` marks more than K tokens of an image, or the selector's
+                options do not suit the grid.
         """
         keep = self.keep
         most = 0 if keep is None else int(keep.sum(dim=1).max())
@@ -162,7 +165,8 @@ class Step:
     seed: int
 
     def chance(self, purpose: str) -> float:
-        """Return a random number in [0, 1) that depends only on `purpose`, seed and step."""
+        """Return a random number in [0, 1) that depends only on the seed, the step and `purpose`, a
+        name for what the number decides."""
         return float(torch.rand((), generator=make_generator(purpose, self.seed, self.index)))
 
 
@@ -215,7 +219,8 @@ class Method:
         return [(1.0, self.route(stack, images, step))]
 
     def rates(self) -> Sequence[Any]:
-        """Return the options that are selection rates: numbers, or lists like [linear, 0.5, 0]."""
+        """Return the values of the options that are selection rates. Each is a number, or a list
+        such as [linear, 0.5, 0]."""
         rate = getattr(self, "selection_rate", None)
         return () if rate is None else (rate,)
 
@@ -223,7 +228,7 @@ class Method:
         """Return a module with the method's weights; None if it has no weights.
 
         Initial weights are drawn from torch's global generator. In every call of the network, the
-        module's `cross` gets the crossings of that call, () for none, and returns those to run.
+        module's `cross` gets the `Crossing`s of that call, () for none, and returns those to run.
         """
         return None
 
@@ -233,19 +238,19 @@ class Method:
         return False
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        """Return the crossings of a network call in sampling: the fraction `rate` of the tokens
-        bypasses blocks.
+        """Return the crossings (ranges of blocks that see fewer tokens) of a network call in
+        sampling. The fraction `rate` of the tokens bypasses blocks.
 
         Raises:
-            ValueError: training with this method does not prepare the network for it.
+            ValueError: training with this method does not prepare the network for routed sampling.
         """
         if type(self).route is Method.route:
             raise TypeError(f"{type(self).__name__} needs a method `route` or `sample`.")
         raise ValueError(f"routing={self.name} is for training only.")
 
     def weak(self, stack: Stack) -> Crossings:
-        """Return the crossings of a call with a weaker prediction, for guidance: they skip the
-        blocks that some training steps skip.
+        """Return the crossings of a call that makes a weaker prediction, from which guidance leads
+        away. They skip the blocks that some training steps skip.
 
         Raises:
             ValueError: no training step skips blocks.
@@ -258,9 +263,9 @@ class Method:
     def loss(
         self, objective: Any, predict: Any, x: Tensor, draw: Any, crossings: Crossings, patch: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each image [B], and other values by name, in a step that runs
-        `crossings`. `patch` is the side of a patch; for the other arguments see `Objective.loss`.
-        """
+        """Return, for a step that runs `crossings`, the loss of each image [B] and other tensors by
+        name, whose means are logged. `patch` is the side of a patch in pixels; for the other
+        arguments see `Objective.loss`."""
         return objective.loss(predict, x, draw)
 
     @property
@@ -318,7 +323,8 @@ class Method:
         return str(describe_part("routing", self)["name"])
 
     def draw(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
-        """Return the crossings of a training step; () if it is not routed.
+        """Return the crossings of a training step, which are ranges of blocks that see fewer
+        tokens; () if the step is not routed.
 
         Args:
             stack: the network's `Stack`.
@@ -345,14 +351,16 @@ class Method:
         return rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
-        """Return the steps that may be routed: those between `warm_start` and `dense_tail`."""
+        """Return the steps of a run that may be routed, those between `warm_start` and
+        `dense_tail`."""
         return range(
             round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
         )
 
     def variants(self, stack: Stack, num_steps: int) -> Iterable[tuple[range, float, Crossings]]:
-        """Yield (steps, weight, crossings), to count FLOPs: each step of the range `steps` runs
-        `crossings` with probability `weight`. Tensors are on the meta device."""
+        """Yield (steps, weight, crossings) for a run of `num_steps`, to count FLOPs: each step of
+        the range `steps` runs `crossings` with probability `weight`. Tensors are on the meta
+        device."""
         routed = self.routed_steps(num_steps)
         edges = {0, num_steps, *((routed.start, routed.stop) if routed else ())}
         for rate in self.rates():
@@ -371,12 +379,13 @@ class Method:
                 yield steps, 1 - self.probability, ()
 
     def ranges(self, stack: Stack) -> list[tuple[int, int]]:
-        """Return the ranges of blocks that a routed step changes; touching ranges are joined."""
+        """Return the ranges of blocks, (start, end), that see fewer tokens or do not run in a
+        routed step; ranges that touch are joined."""
         outcomes = self._typical_outcomes(stack)
         return _join((c.start, c.end) for _, crossings in outcomes for c in crossings)
 
     def chooses_by_state(self, stack: Stack) -> bool:
-        """Return whether tokens are chosen inside the network, by their states."""
+        """Return whether the method chooses tokens inside the network, by their activations."""
         outcomes = self._typical_outcomes(stack)
         ranked = any(isinstance(c, Ranked) for _, crossings in outcomes for c in crossings)
         return ranked or not self.drawn
@@ -388,7 +397,7 @@ class Method:
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return ("selector", name) for each selector in a method's options."""
+        """Return ("selector", name) for each selector in the options of a method."""
         found = [each["name"] for each in _mappings(options) if "name" in each and each != options]
         return [("selector", name) for name in found]
 
@@ -417,7 +426,7 @@ class Bypass(Method):
 
     def bypass(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
         """Return a tuple with one crossing: the fraction `rate` of the tokens bypasses the range of
-        blocks. Return () at rate 0."""
+        blocks. Return () at rate 0. For the other arguments see `draw`."""
         if rate == 0:
             return ()
         return (stack.select(self.span(stack), self.selector, stack.num_kept(rate), images),)
@@ -440,13 +449,14 @@ def _make_selector(text: str) -> Any:
 
 
 def make_selector(part: Any) -> Any:
-    """Return the selector that `part` names: a name, or a mapping with `name` and options. Equal
-    calls return the same object."""
+    """Return the selector that `part` describes, a registered name or a mapping with `name` and
+    options. Equal calls return the same object."""
     return _make_selector(json.dumps(part, sort_keys=True))
 
 
 def counted_images(num_images: int = 1) -> ImageGenerator:
-    """Return a generator on the meta device, for counting FLOPs: its numbers have no values."""
+    """Return a random number generator for `num_images` images on the meta device, where FLOPs are
+    counted: its numbers have no values."""
     return make_image_generator("flops", images=range(num_images), device="meta")
 
 

@@ -1,8 +1,8 @@
 """Scan orders: curves that visit every token of a grid once.
 
 An order is a permutation, order[index along the curve] = raster position. Its inverse is the rank,
-rank[raster position] = index along the curve. For kept tokens, rank[ids].argsort(1) is the full
-curve with the missing tokens deleted.
+rank[raster position] = index along the curve. For kept tokens at the raster positions ids [B, K],
+rank[ids].argsort(1) is the full curve with the missing tokens deleted.
 
 The Hilbert curve is generalised to any grid. On w columns and h rows, path(w, h) goes from the
 corner (0, 0) to the corner (w - 1, 0), by one of
@@ -35,17 +35,19 @@ ScanOrder = Literal["raster", "serpentine", "hilbert", "serpentine8"]
 
 
 def raster(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the raster order, each row from left to right: int64 [N]."""
+    """Return the raster order, each row from left to right, whatever `index` is: int64 [N]."""
     return torch.arange(grid[0] * grid[1], device=device)
 
 
 def serpentine(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the order that goes through every second row backwards: int64 [N]."""
+    """Return the order that goes through every second row backwards, whatever `index` is: int64
+    [N]."""
     return _serpentine(raster(grid, device=device).view(grid))
 
 
 def hilbert(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the generalised Hilbert order, int64 [N]; see the module's docstring.
+    """Return the generalised Hilbert order, int64 [N], whatever `index` is; see the module's
+    docstring.
 
     The curve goes from corner to corner along the longer side, or along the even side if only one
     is even.

@@ -35,11 +35,11 @@ class Scan:
     """The order in which a mixer walks over the tokens present.
 
     Args:
-        take: int64 [B * L], in the order of the walk: rows of the tokens flattened to [B * L, D].
-            None: the walk is in raster order.
+        take: int64 [B * L], in the order of the walk: rows of the tokens flattened to [B * L, D],
+            where L = E + K. None: the walk is in raster order.
         undo: the inverse permutation of `take`.
-        places: int64 [B, K], the tokens' ascending indices along the full curve; None if no token
-            is missing.
+        places: int64 [B, K], ascending indices along the full curve of the K grid tokens present;
+            None if no token is missing.
         num_extra: E, the number of extra tokens, which come first.
         num_context: number of context tokens among the extra tokens.
     """
@@ -65,8 +65,8 @@ class Scan:
         return torch.cat([x[:, :n], x[:, n:].flip(1)], dim=1) if n else x.flip(1)
 
     def gaps(self) -> tuple[Tensor, Tensor] | None:
-        """Return each token's distance from the previous one along the full curve, int64 [B, L], in
-        the forward and the backward walk; None if no token is missing.
+        """Return each token's distance from the previous one along the full curve, as two tensors
+        int64 [B, L]: for the forward and for the backward walk. Return None if no token is missing.
 
         The first token's distance is 1. Context tokens are neighbours of any token; other extra
         tokens come just before index 0 of the curve.
@@ -82,8 +82,8 @@ class Scan:
         return gaps, backward
 
     def segment_ids(self) -> tuple[Tensor, Tensor] | None:
-        """Return segment numbers int64 [B, L], one higher after each gap, for the forward and the
-        backward walk; None if no token is missing."""
+        """Return segment numbers, one higher after each gap, as two tensors int64 [B, L]: for the
+        forward and for the backward walk. Return None if no token is missing."""
         gaps = self.gaps()
         return None if gaps is None else ((gaps[0] > 1).cumsum(1), (gaps[1] > 1).cumsum(1))
 
@@ -93,7 +93,7 @@ def make_scan(layout: Any, name: str, index: int) -> Scan:
 
     Args:
         layout: a `tread_zoo.contract.crossing.Layout`.
-        name: a key of `ORDERS`.
+        name: name of the scan order, a key of `ORDERS`.
         index: index of the layer, for orders that differ between layers.
     """
     index %= PERIODS.get(name, 1)

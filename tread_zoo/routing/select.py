@@ -105,8 +105,8 @@ class Ranked(Crossing):
         start, end, absent: see `Select`.
         num_kept: K.
         noise: Gumbel noise [B, N]; infinite for tokens that must be kept.
-        score: function from the tokens [B, N, D] before the range (those of the first stream) to
-            scores [B, N] >= 0, computed without gradient.
+        score: function from the tokens [B, N, D] before the range to scores [B, N] >= 0, computed
+            without gradient. If there are several streams (tensors of tokens), it gets the first.
     """
 
     num_kept: int

@@ -28,9 +28,9 @@ Grid = tuple[int, int]
 
 
 class Selector(Protocol):
-    """Chooses the `num_kept` (K) tokens that a route keeps, and returns their raster positions
-    [B, K]; see the module's docstring. An optional method `check(grid)` raises ValueError if the
-    selector's options do not suit the grid."""
+    """Chooses the K = `num_kept` tokens of each image that a route keeps, and returns their raster
+    positions, int64 [B, K], ascending; see the module's docstring. An optional method `check(grid)`
+    raises ValueError if the selector's options do not suit the grid."""
 
     def __call__(
         self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator
@@ -40,7 +40,7 @@ class Selector(Protocol):
 @register("selector", "random")
 @dataclass(frozen=True)
 class Random:
-    """Keep random tokens, each set of K as likely as any other: TREAD's choice, for attention."""
+    """Keep random tokens; all sets of tokens are equally likely. TREAD's choice, for attention."""
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         scores = generator.rand(grid[0] * grid[1])
@@ -104,10 +104,10 @@ class Segments:
 class Structured:
     """Keep the same fraction of every 2x2 square of the grid, so that holes are small.
 
-    A square with s tokens (fewer than 4 at an odd edge) keeps the floor or the ceiling of K s / N.
-    A square gets the ceiling with a probability equal to the fractional part of K s / N: systematic
-    sampling over the squares in random order, in integers, so that the total is K. The tokens
-    within a square are chosen uniformly.
+    If K of N tokens are kept, a square with s tokens (fewer than 4 at an odd edge) keeps the floor
+    or the ceiling of K s / N. It keeps the ceiling with a probability equal to the fractional part
+    of K s / N: systematic sampling over the squares in random order, in integers, so that the total
+    is K. The tokens within a square are chosen uniformly.
     """
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
@@ -141,8 +141,9 @@ class Norm:
 
 
 class Groups(NamedTuple):
-    """The group of each raster position, int64 [N], its index within the group [N], and the number
-    of tokens in each group [G]."""
+    """A division of the N tokens of a grid into G groups: the `group` of each raster position,
+    int64 [N], the `place` of each position within its group [N], and the `size` of each group [G].
+    """
 
     group: Tensor
     place: Tensor
@@ -164,7 +165,8 @@ def tiles(grid: Grid, sides: Grid, device: torch.device) -> Groups:
 
 
 def keep_groups(groups: Groups, num_kept: int, generator: ImageGenerator) -> Tensor:
-    """Return ids [B, K]: whole groups in a random order until there are K tokens.
+    """Return the raster positions [B, K] of K = `num_kept` tokens: whole groups, in a random order,
+    until there are K tokens.
 
     The last group may be cut; its tokens are rotated by a random shift first, so that no position
     within a group is favoured.

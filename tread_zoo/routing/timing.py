@@ -1,7 +1,7 @@
 """Which steps of a run route, and at which rate.
 
 Steps count from 0. Of S steps, the first round(warm_start S) and the last round(dense_tail S) are
-not routed. In the others, first … last-1, a rate is a number, or one of
+not routed. In the others, first … last-1, a rate r is a number, or one of
 
     [linear, r0, r1]                r = r0 + (r1 - r0) p                    p = (step - first) /
     [cosine, r0, r1]                r = r0 + (r1 - r0) (1 - cos(pi p)) / 2      (last - 1 - first)

@@ -21,14 +21,14 @@ def token_losses(
     Args:
         objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
         levels: noise levels [B], or [B, N]; `predict` gets noise labels of the same shape.
-        patch_size: p.
+        patch_size: side of a patch in pixels.
     """
     p, batch, grid = patch_size, len(x), (x.shape[2] // patch_size, x.shape[3] // patch_size)
     num_tokens = grid[0] * grid[1]
     outputs: list[Tensor] = []
 
     def cut(images: Tensor) -> Tensor:
-        """Return each patch of `images` [B, C, H, W] as an image: [B N, C, p, p]."""
+        """Return each patch of `images` [B, C, H, W] as an image of side p: [B N, C, p, p]."""
         return patchify(images, p).view(batch * num_tokens, -1, p, p)
 
     def predict_patches(patches: Tensor, t: Tensor) -> Tensor:
@@ -47,10 +47,9 @@ def token_losses(
 def loss_by_token(
     objective: Any, predict: Any, x: Tensor, draw: Any, *, patch_size: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each image [B], a mean over its tokens, and further values by name.
-
-    Each token has its own noise level, `draw.token_levels` [B, N]. For the arguments see
-    `token_losses`."""
+    """Return the loss of each image [B], the mean over its tokens, and the further values of
+    `objective.loss` by name. Each token has its own noise level, `draw.token_levels` [B, N]. For
+    the arguments see `token_losses`."""
     losses, values, _ = token_losses(objective, predict, x, draw, draw.token_levels, patch_size)
     return losses.mean(dim=1), values
 
@@ -80,7 +79,7 @@ def split_loss(
     Args:
         objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
         bypassed: bool [B, N], True for tokens that bypassed.
-        patch_size: p.
+        patch_size: side of a patch in pixels.
         weight: factor on the second term.
 
     Returns:

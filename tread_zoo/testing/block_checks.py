@@ -53,10 +53,11 @@ def check_skips_carry_their_tokens(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
-    """`depends_on` lists exactly what changes the blocks' outputs: order, ids, or a taller grid.
+    """`depends_on` lists exactly what changes the blocks' outputs: another order of the tokens,
+    other raster positions (ids), or a taller grid.
 
-    This detects positions that are counted among the kept tokens, scans that ignore gaps, and
-    decays that are divided by the number of kept tokens.
+    This detects positions that count only kept tokens, scans that ignore gaps, and decays that are
+    divided by the number of kept tokens.
     """
     backbone = probe.build()
     measured = what_blocks_depend_on(probe, backbone)
@@ -68,10 +69,10 @@ def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
-    """A block that is called again, out of order, with a new layout and condition, has the same
-    output. So no block passes tokens to another through the network, the layout's cache or the
-    condition, where a route would miss them. Blocks and `forward` do not write into their inputs.
-    """
+    """A block that is called again, out of order, with a new layout and condition of equal values,
+    has the same output. So no block passes tokens to another through the network, the layout's
+    cache or the condition, where a route would miss them. Blocks and `forward` do not write into
+    their inputs."""
     backbone, inputs = probe.build(), probe.inputs()
     route = probe.route(backbone)
     tensors = [v for v in (*inputs, route.ids) if v is not None]
@@ -136,8 +137,8 @@ def check_scan_order_is_the_dense_one(probe: Probe) -> None:
 
 
 def _rows(backbone: Backbone, route: Select | None, batch: int) -> Tensor:
-    """Return which tokens of the full sequence, extra tokens included, a block inside `route` gets:
-    int64 [B, L]. `route` is None outside of all routes; `batch` is B."""
+    """Return the indices in the full sequence, extra tokens first, of the L tokens that a block
+    inside `route` gets: int64 [B, L]. `route` is None outside of all routes; `batch` is B."""
     extra = backbone.num_extra_tokens
     ids = torch.arange(backbone.num_tokens).expand(batch, -1) if route is None else route.ids
     return torch.cat([torch.arange(extra).expand(batch, -1), ids + extra], dim=1)

@@ -136,8 +136,8 @@ def check_ids_matter(probe: Probe) -> None:
 
 
 def check_blocks_see_kept_tokens(probe: Probe) -> None:
-    """Routed blocks get the E extra and K kept tokens in each stream, other blocks get all tokens;
-    each layout says so."""
+    """In each stream (tensor of tokens), routed blocks get the E extra tokens and the K kept
+    tokens, and other blocks get all tokens. Each block's `Layout` says which tokens it gets."""
     backbone = probe.build()
     extra, num_tokens = backbone.num_extra_tokens, backbone.num_tokens
     end = max(3, backbone.num_blocks - 1)
@@ -311,8 +311,9 @@ def check_default_route_cuts_no_skip(probe: Probe) -> None:
 
 
 def check_features(probe: Probe) -> None:
-    """Features are the tokens after each block, with gradients. Requesting them does not change the
-    output, and activation checkpointing does not change their gradients."""
+    """Features, which `forward` returns on request, are the tokens after each block, with
+    gradients. Requesting them does not change the output, and activation checkpointing does not
+    change their gradients."""
     backbone = probe.build()
     inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
     plain, wanted = backbone(*inputs, routes=[route]), range(backbone.num_blocks)
@@ -365,7 +366,7 @@ def check_save_and_load(probe: Probe) -> None:
 
 
 def check_wrong_keyword(probe: Probe) -> None:
-    """A misspelt keyword of forward raises TypeError; the registry checks the constructor's."""
+    """A misspelt keyword of `forward` raises TypeError; the registry checks constructors."""
     backbone = probe.build()
     assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), "route= passes"
 
@@ -382,8 +383,8 @@ def check_unconditional(probe: Probe) -> None:
 
 def check_contexts_condition_or_are_refused(probe: Probe) -> None:
     """Each embedding of a context changes the output. y=None equals a context of zeros, to the bit.
-    float16 is accepted; other shapes, integers, and labels beside contexts raise ValueError. So do
-    contexts for a backbone without `takes_contexts`."""
+    Contexts may be float16. Contexts of other shapes or of integers, and labels in their place or
+    beside them, raise ValueError. So do contexts for a backbone without `takes_contexts`."""
     contextual = probe.with_contexts()
     if not probe.build().takes_contexts:
         assert raises(ValueError, contextual.build), "contexts are ignored silently"

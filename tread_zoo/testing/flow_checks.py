@@ -131,8 +131,9 @@ def check_order_alone_is_a_scans(probe: Probe) -> None:
 
 
 def _swing(backbone: Backbone, call: BlockCall, layout: Layout, condition: object) -> float:
-    """Return how much the influence on the first token oscillates along a sequence of equal tokens:
-    the total variation of the influence divided by its range, which is 1 if it only falls."""
+    """Return how much, in the block of `call`, the influence on the first token oscillates along a
+    sequence of equal tokens: the total variation of the influence divided by its range, which is 1
+    if the influence only falls. `layout` and `condition` replace those of `call`."""
     extra, length = layout.num_extra, layout.positions().shape[1]
 
     def alike(stream: Tensor) -> Tensor:

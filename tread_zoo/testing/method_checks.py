@@ -72,8 +72,8 @@ class MethodProbe:
         return (method or self.method).draw(Stack.of(backbone), generator, step)
 
     def each_draw(self, backbone: Backbone) -> list[tuple[Crossing, ...]]:
-        """Return what `draw` returns at some steps, without steps whose crossings have the classes,
-        ranges and numbers of tokens of another step's."""
+        """Return the crossings that `draw` returns at some steps. Of steps whose crossings have
+        equal classes, ranges and numbers of tokens, only the last counts."""
         drawn = {}
         for index in STEPS:
             crossings = self.draw(backbone, index)

@@ -48,7 +48,7 @@ class Probe:
 
     @property
     def context(self) -> tuple[int, int] | None:
-        """T and S of the contexts; None without contexts."""
+        """Number and width of the embeddings of a context; None without contexts."""
         length, size = (self.overrides.get(key, 0) for key in CONTEXT_KEYWORDS)
         return (length, size) if length or size else None
 
@@ -58,7 +58,7 @@ class Probe:
         return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
 
     def without_condition(self) -> "Probe":
-        """Return a probe of the same backbone without labels and contexts."""
+        """Return a probe of the same backbone without labels or contexts."""
         overrides = {k: v for k, v in self.overrides.items() if k not in CONTEXT_KEYWORDS}
         return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
 
@@ -93,8 +93,8 @@ class Probe:
         return backbone
 
     def inputs(self, batch: int = BATCH, seed: int = 0) -> Inputs:
-        """Return random x [B, C, H, W], t [B] and y: labels [B], contexts [B, T, S], or None if the
-        backbone is unconditional."""
+        """Return random x [B, C, H, W], t [B] and y. B is `batch`; y is labels [B], contexts
+        [B, T, S] of T embeddings of width S, or None if the backbone is unconditional."""
         generator = make_generator("probe", seed)
         x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
         t = torch.rand(batch, generator=generator)
@@ -122,7 +122,8 @@ class Probe:
 
 
 class BlockCall(NamedTuple):
-    """The arguments of one call of `run_block`, and its result `after`."""
+    """One call of `run_block`: `before` and `after` are the streams (tensors of tokens) that it got
+    and returned, `block` is the block's index, and the others are arguments of the same names."""
 
     before: Streams
     layout: Layout
@@ -153,8 +154,7 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
 
 
 def fresh_condition(backbone: Backbone, inputs: Inputs, layout: Layout) -> Any:
-    """Return the condition that a block with this layout gets if the backbone is called on
-    `inputs`."""
+    """Return the condition that a block with `layout` gets if the network is called on `inputs`."""
     condition = backbone.embed(*inputs)[1]
     if layout.ids is not None:
         rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
@@ -169,8 +169,9 @@ def run_again(
     change: Callable[[Tensor], Tensor],
     layout: Layout,
 ) -> Streams:
-    """Call the block of `call` again and return its output, with `change` applied to its tokens and
-    its long skip, the condition made anew from `inputs`, and a copy of `layout` without cache."""
+    """Return the output of the block of `call` if it runs again: with `change` applied to the
+    tokens and the long skip of `call`, the condition made anew from `inputs`, and a copy of
+    `layout` without its cache."""
     streams = tuple(change(stream) for stream in call.before)
     skip = None if call.skip is None else change(call.skip)
     condition = fresh_condition(backbone, inputs, layout)
@@ -186,7 +187,8 @@ def shuffled_tokens(num_tokens: int, num_extra: int) -> Tensor:
 
 @torch.no_grad()
 def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
-    """Return which of "order", "ids" and "grid" change the output of some routed block."""
+    """Return which of "order" (of tokens), "ids" (raster positions) and "grid" (its height) change
+    the output of some routed block."""
     inputs, measured = probe.inputs(), set()
     route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
     with watching(backbone) as seen:
@@ -232,7 +234,7 @@ def output_and_gradients(
     backbone: Backbone, inputs: Inputs, routes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the output, and {parameter name: gradient of the output's mean square}. Gradients in
-    `.grad` are cleared."""
+    `.grad` are cleared. For `routes` see `Backbone.forward`."""
     backbone.zero_grad()
     out = backbone(*inputs, routes=routes)
     out.square().mean().backward()
@@ -256,8 +258,8 @@ def recomputation_agrees(backbone: Backbone, inputs: Inputs, routes: Sequence[An
 def compilation_agrees(
     backbone: Backbone, inputs: Inputs, routes: Sequence[Any], blocks: Sequence[int]
 ) -> None:
-    """Assert that compiling `blocks` (graph capture, no code generation) changes neither output nor
-    gradients beyond rounding."""
+    """Assert that compiling the blocks with the indices `blocks` (graph capture, no code
+    generation) changes neither output nor gradients beyond rounding."""
     out, grads = output_and_gradients(backbone, inputs, routes)
     torch.compiler.reset()
     for index in blocks:

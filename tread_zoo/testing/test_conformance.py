@@ -74,8 +74,8 @@ def make_probe(backbone: str, size: tuple[int, int] | None, overrides: dict[str,
 
 
 def make_method(method: str, options: dict[str, object]) -> dict[str, Any]:
-    """Return the name and all options of the routing method `method`, written [PACKAGE:]NAME.
-    Raises CollectError if it cannot be loaded or does not take `options`."""
+    """Return a mapping with the name and all options of the routing method `method`, written
+    [PACKAGE:]NAME. Raises CollectError if it cannot be loaded or does not take `options`."""
     try:
         name = _imported("--routing", method)
         return {"name": name, **get_entry("routing", name).complete(options)}

@@ -90,7 +90,7 @@ class MaskTokens(nn.Module):
 
     Args:
         span: start and end of the range.
-        widths: D of each stream.
+        widths: D of each stream, a tensor of tokens that goes from block to block.
         grid: (h, w).
     """
 
@@ -110,8 +110,8 @@ class MaskTokens(nn.Module):
         ]
 
     def forward(self, streams: Streams) -> Streams:
-        """Return the learned tokens in the shape and type of the streams [B, E + N, D], with zeros
-        for extra tokens."""
+        """Return the learned tokens in the shape and type of `streams`, tensors of tokens
+        [B, E + N, D], with zeros for the E extra tokens."""
         return tuple(
             F.pad(mask.to(stream.dtype), (0, 0, stream.shape[1] - len(mask), 0)).expand_as(stream)
             for mask, stream in zip(self.tokens, streams, strict=True)
@@ -120,8 +120,9 @@ class MaskTokens(nn.Module):
 
 @dataclass(frozen=True)
 class Mask(Crossing):
-    """Blocks run on the tokens `ids` [B, K]. After them, the learned tokens of `mask` replace all
-    other tokens, in streams and in long skips."""
+    """Blocks run on the tokens `ids` [B, K] and the extra tokens. After them, the learned tokens of
+    `mask` replace the other tokens of the grid, in all streams (tensors of tokens) and long skips.
+    """
 
     ids: Tensor
     mask: MaskTokens

@@ -35,7 +35,7 @@ class MixtureOfDepths(Method):
     Args:
         start, end: routed blocks are among start … end-1; negative values count from the end.
         selection_rate: fraction of tokens that bypass a routed block.
-        every: route one block in this many, from start on.
+        every: step from one routed block to the next, from start on: 2 routes every second block.
     """
 
     start: Auto | int = 1
@@ -77,7 +77,8 @@ class Routers(nn.Module):
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
         """Return `crossings` with the block's router in each `Weigh`. If there is no `Weigh`, those
-        of `default` are added."""
+        of `default` are added. Raises ValueError for crossings that are neither a `Weigh` nor a
+        `Skip`."""
         given = [each for each in crossings if isinstance(each, Weigh)]
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):

@@ -85,7 +85,7 @@ class Fusions(nn.Module):
 
     Args:
         span: start and end of the range.
-        widths: D of each stream.
+        widths: D of each stream, a tensor of tokens that goes from block to block.
         absent: see `Sprint`.
     """
 
@@ -100,8 +100,8 @@ class Fusions(nn.Module):
                 self.register_buffer(f"token_{index}", 0.02 * torch.randn(width))
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return `crossings` inside a `Fuse` of the whole range, so that the maps also act in calls
-        without routes."""
+        """Return `crossings` and, around them, a `Fuse` of the whole range, so that the maps also
+        act in calls without routes."""
         inner = [
             replace(each, absent=self.absent) if (each.start, each.end) == self.span else each
             for each in check_trained(crossings, self.span, (Select, Ranked))
@@ -109,8 +109,8 @@ class Fusions(nn.Module):
         return [Fuse(*self.span, self), *inner]
 
     def absent(self, streams: Streams) -> Streams:
-        """Return what the maps get for tokens that did not run, in the shape of `streams`, all
-        tokens before the range."""
+        """Return what the linear maps get in place of tokens that did not run the range. `streams`
+        are the tensors of all tokens before the range; the results have their shapes."""
         if self.kind == "zero":
             return tuple(map(torch.zeros_like, streams))
         if self.kind == "token":
@@ -119,7 +119,8 @@ class Fusions(nn.Module):
         return streams
 
     def forward(self, dense: Streams, output: Streams) -> Streams:
-        """Return the fused streams [B, E + N, D], in the precision of `dense`.
+        """Return the fused streams, tensors of all tokens [B, E + N, D], in the precision of
+        `dense`.
 
         Args:
             dense: the streams at the start of the range.
@@ -138,8 +139,8 @@ class Fusions(nn.Module):
 
 @dataclass(frozen=True)
 class Fuse(Crossing):
-    """After a range of blocks, each stream becomes a learned map of the stream before the range and
-    the stream after it."""
+    """After a range of blocks, `fusion` makes each stream (a tensor of tokens) from that stream
+    before the range and after it."""
 
     fusion: Fusions
 

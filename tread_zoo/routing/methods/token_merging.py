@@ -2,7 +2,7 @@
 
 Some tokens are targets. Each other token has a nearest target by cosine similarity, and the most
 similar ones merge into theirs. A group runs as the mean of its tokens, at its target's position,
-and each of its tokens gets the group's update:
+and each of its tokens x_i gets the update that the blocks f give to the mean:
 
     x_i + f(mean of the group of i) - mean of the group of i
 
@@ -69,7 +69,7 @@ class Merge(Crossing):
     """Blocks run on K groups of similar tokens, each as the mean of its tokens.
 
     Args:
-        targets: int64 [B, M], positions of the tokens that others may join, ascending.
+        targets: int64 [B, M], raster positions of the M tokens that others may join, ascending.
         num_kept: K, at least M.
     """
 
@@ -100,7 +100,7 @@ class Merge(Crossing):
 
     def _groups(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's group, int64 [B, N] in 0 … K-1, and each group's raster position,
-        int64 [B, K]. Tokens with similar states [B, N, D] get the same group."""
+        int64 [B, K]. Tokens that are similar in `state` [B, N, D] get the same group."""
         num_tokens, width = state.shape[1:]
         unit = F.normalize(state.float(), dim=-1)
         goals = unit.gather(1, self.targets[..., None].expand(-1, -1, width))

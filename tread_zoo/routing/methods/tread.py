@@ -16,8 +16,8 @@ from tread_zoo.seeding import ImageGenerator
 
 @checked(frozen=True, kw_only=True, config=OPTIONS)
 class Route:
-    """Options of one of several routes: a range of blocks, its rate and its selector. None: the
-    value that the `Tread` itself has."""
+    """Options of one of several routes of a `Tread`: a range of blocks start … end-1, its selection
+    rate and its selector. If the last two are None, those of the `Tread` are used."""
 
     start: Auto | int = "auto"
     end: Auto | int = "auto"
@@ -52,8 +52,8 @@ class Tread(Bypass):
         return [part.selection_rate for part in self._parts()]
 
     def _parts(self) -> "list[Tread]":
-        """Return a `Tread` for each of `routes`, with that route as its only one; without `routes`,
-        return this one."""
+        """Return a `Tread` with one range of blocks for each of `routes`, with the options of that
+        route. If there are no `routes`, return this `Tread` alone."""
         parts = []
         for route in self.routes:
             given = {key: value for key, value in route.items() if value is not None}

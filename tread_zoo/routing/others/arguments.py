@@ -22,8 +22,9 @@ First = int | Tensor  # int64 [B] where images start at different positions
 
 
 class PerImage:
-    """A position table for each image, [B, K, ...], in place of one table [K, ...] for all. A block
-    that adds a batch dimension to the table, as `table[None]`, gets the tables of the images."""
+    """A table of the positions of K tokens for each image, [B, K, ...], in place of one table
+    [K, ...] for all images. A block that adds a batch dimension to the table, as `table[None]`,
+    gets the tables of the images."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.dtype, self.device = values, values.dtype, values.device
@@ -53,10 +54,11 @@ class PerImage:
 
 
 def sequence(ids: Tensor, num_tokens: int, others: int, first: First) -> Tensor:
-    """Return which tokens of a full sequence to take, [B, K + others]: the positions of the image
+    """Return which tokens of a full sequence to take, [B, K + others]: the positions of the K image
     tokens `ids` [B, K], in that order, with all other tokens before and after them.
 
-    The full sequence has `others` other tokens, and `num_tokens` image tokens from `first` on.
+    The full sequence has `others` other tokens, and `num_tokens` image tokens from position `first`
+    on.
     """
     if others == 0:
         return ids
@@ -106,13 +108,14 @@ class Adapter:
     """Restricts those arguments of a block that are per token to the tokens present.
 
     Args:
-        num_tokens: N.
+        num_tokens: N, the number of image tokens.
         sizes: {size: (number of other tokens, position of the first image token)} for the sizes
             that a dimension over tokens may have.
         batch: B.
-        form: how the block gets tables without a batch dimension: `broadcast` as `PerImage`,
-            `plain` as a tensor [B, K, ...], `shared` as a tensor [K, ...] of the first image's ids.
-        made: outputs of earlier blocks of the route. They have only the tokens present already.
+        form: how the block gets tables without a batch dimension for the K image tokens present:
+            `broadcast` as `PerImage`, `plain` as a tensor [B, K, ...], `shared` as a tensor
+            [K, ...] of the first image's ids.
+        made: outputs of earlier blocks of the route, which already have only the tokens present.
     """
 
     num_tokens: int

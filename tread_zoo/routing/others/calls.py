@@ -22,8 +22,9 @@ from tread_zoo.routing.others.check import Verdict, cycle, examine, most_similar
 
 
 class Call:
-    """Stands in for a block in a list, and passes its calls to `RoutedPass.run`. `index` counts the
-    blocks of all lists; it is None in a list that is not routed but shows N."""
+    """Stands in for a block in a list, and passes its calls to `RoutedPass.run`. `index` is the
+    block's number, counted over all routed lists. It is None in a list that is not routed; the
+    first call there shows the number of image tokens."""
 
     def __init__(self, routed: "RoutedPass", index: int | None, block: nn.Module) -> None:
         self.routed, self.index, self.block = routed, index, block
@@ -40,10 +41,12 @@ class Visit:
     """One call of a block within a crossing, a range of blocks that see fewer tokens.
 
     Args:
+        index: the block's number, counted over all lists.
         named: the block's arguments by name; `key` is the name of the argument with the tokens.
-        sequence: the tokens present, [B, K + T, D].
-        tokens: the image tokens among them, [B, K, D].
-        exit: the function to apply after the crossing's last block; None unless this is its first.
+        sequence: the tokens present, [B, K + T, D]: K of the image and T others.
+        tokens: the image tokens among them, [B, K, D], as a `Tokens`.
+        exit: the function to apply after the crossing's last block; None unless this block is the
+            crossing's first.
     """
 
     index: int
@@ -69,8 +72,8 @@ class Passage:
     Args:
         start: the image tokens before the first block, without autograd graph.
         layout: which tokens the blocks see.
-        exit: the function from the tokens after the last block to those that follow; None after the
-            pass, so that memory can be freed.
+        exit: the function that turns the tokens after the last block into all tokens; None after
+            the pass, so that memory can be freed.
     """
 
     start: Tokens
@@ -154,9 +157,9 @@ class RoutedPass:
         return self.routes.draw(self.draws, x, self.num_tokens, self.arguments)
 
     def _check_call(self, index: int, x: Tensor, crossing: Crossing) -> None:
-        """Raise `RuntimeError` where routing a block would silently give wrong results: an earlier
-        routed block was not called, the block runs without gradients, or the network has changed
-        the length of the sequence x since the block before."""
+        """Raise `RuntimeError` where routing block `index` in `crossing` would silently give wrong
+        results: an earlier routed block was not called, the block runs without gradients, or the
+        network has changed the length of the sequence x since the block before."""
         self.check_calls(before=index)
         self.called.add(index)
         if not torch.is_grad_enabled():
@@ -174,7 +177,8 @@ class RoutedPass:
             )
 
     def _first(self, others: int) -> First:
-        """Return where the image begins in a sequence with `others` other tokens."""
+        """Return the position at which the image begins in a sequence with `others` non-image
+        tokens, as an int or, if images begin at different positions, int64 [B]."""
         offsets, family = self.arguments.get("offsets"), self.routes.family
         if offsets is None and family.offsets is not None:
             offsets = family.offsets(self.arguments)
@@ -187,7 +191,8 @@ class RoutedPass:
         return image_of(x, count, self._first(x.shape[1] - count))
 
     def _with_image(self, x: Tensor, image: Tensor, count: int) -> Tensor:
-        """Return a sequence x [B, L, D] with `image` in place of its `count` image tokens."""
+        """Return a sequence x [B, L, D] with `image` [B, M, D] in place of its `count` image
+        tokens."""
         return with_image(x, image, count, self._first(x.shape[1] - count))
 
     def _count(self, layout: Layout) -> int:
@@ -241,8 +246,8 @@ class RoutedPass:
         return named
 
     def _arguments(self, visit: Visit, form: str, turn: Tensor | None = None) -> dict[str, Any]:
-        """Return a block's arguments for the tokens present. If `turn` [B, K] is given, it reorders
-        the image tokens. For `form` see `Adapter`."""
+        """Return the visited block's arguments by name, restricted to the tokens present. If `turn`
+        [B, K] is given, it reorders the K image tokens. For `form` see `Adapter`."""
         new, ids = visit.sequence, visit.ids
         if ids is None:
             return {**visit.named, visit.key: new}
@@ -266,9 +271,9 @@ class RoutedPass:
         }
 
     def _verdict(self, visit: Visit, ids: Tensor) -> Verdict:
-        """Return the `Verdict` on the visited block's class, after a test if there is none. As long
-        as the block does not change its tokens, the test shows nothing and is repeated at each
-        visit. `ids` [B, K] are the image tokens present."""
+        """Return the `Verdict` on whether blocks of the visited block's class may be routed, after
+        a test if there is none. As long as the block does not change its tokens, the test shows
+        nothing and is repeated at each visit. `ids` [B, K] are the image tokens present."""
         name = self.routes.kind(visit.index, visit.block)
         known: Verdict | None = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):
@@ -317,7 +322,8 @@ class RoutedPass:
         return outs[0] if self.routes.single[type(visit.block)] else tuple(outs)
 
     def _outputs(self, visit: Visit) -> list[str | None]:
-        """Return for each output of the block the name of the argument that it updates, or None."""
+        """Return, for each output of the visited block, the name of the argument whose new value it
+        is, or None."""
         kind = type(visit.block)
         if kind not in self.routes.outputs:
             with torch.no_grad():

@@ -1,6 +1,6 @@
 """Test that a block may be routed: reordering its tokens only reorders its output.
 
-    f(P x, P a) = P f(x, a)      P a reordering, x the tokens, a the arguments per token
+    f(P x, P a) = P f(x, a)   f the block, P a reordering, x the tokens, a the arguments per token
 
 This fails for convolutions, windows, scans, causal masks, and positions that are not reordered with
 the tokens.
@@ -28,8 +28,8 @@ class Verdict:
     Args:
         form: how its blocks take tables without a batch dimension, see `Adapter`.
         output: index of the tokens among a block's outputs; None: they are the only output.
-        error: how far reordering the tokens changes a block's output, relative to the block's
-            update of the tokens; None: the block does not change the tokens yet.
+        error: distance of the output for reordered tokens from the reordered output, relative to
+            the block's update of the tokens; None: the block does not change the tokens yet.
     """
 
     form: str
@@ -60,7 +60,8 @@ def examine(
         block: a block of the class.
         call: function of (form, whether to reorder the tokens) that returns the block's arguments.
         key: name of the argument that has the tokens.
-        reorder: int64 [B, L], for each place of the new order the token that goes there.
+        reorder: int64 [B, L], for each place in the new order of L tokens the token that goes
+            there.
         forms: ways to pass tables without a batch dimension, see `Adapter`. The verdict has the
             first form with which the block passes the test.
 
@@ -119,8 +120,9 @@ def _compare(
 
 
 def _error(one: Tensor, two: Tensor, x: Tensor, reorder: Tensor) -> tuple[float | None, float]:
-    """Return how far `two`, the output for reordered tokens, is from `one`, the output for x,
-    reordered: relative to the block's update one - x (None if that is 0), and absolutely."""
+    """Return the distance of `two`, the output for reordered tokens, from the reordered `one`, the
+    output for x. The first number is relative to the norm of the block's update one - x (None if
+    that is 0), the second absolute. For `reorder` see `examine`."""
     gap = float((two - take(one, reorder, 1)).float().norm())
     update = float((one - x).float().norm())
     return (gap / update if update > 0 else None), gap

@@ -24,12 +24,12 @@ class Family:
     Args:
         lists: names of its lists of blocks in order of use; missing ones are ignored.
         watch: names of lists whose blocks run before those of `lists`, on image tokens only; their
-            first call shows N.
+            first call shows N, the number of image tokens.
         image_first: whether the image comes before the other tokens where both are one sequence.
         offsets: function that returns, from the network's arguments, the position [B] at which each
-            image begins in such a sequence.
-        extra: function that returns T from the network's arguments and the tokens [B, N + T, D] of
-            the first block.
+            image begins in a sequence with other tokens.
+        extra: function that returns T, the number of non-image tokens, from the network's arguments
+            and the tokens [B, N + T, D] of the first block.
         crosses: whether a route may run from one list into the next.
         shared: whether arguments per token that have no batch dimension, such as rotary tables,
             must not get one; then all images of a batch keep the same tokens.

@@ -67,9 +67,11 @@ class Routes:
     # What users call ------------------------------------------------------------------------------
 
     def set_step(self, step: int, num_steps: int) -> None:
-        """Set the optimizer step, counted from 0, and the run's number of steps, for schedules.
+        """Set the optimizer step, counted from 0, and the run's number of steps, on which rates
+        that change during training depend.
 
-        Each pass of a step chooses its own tokens; repeating the step repeats the choices.
+        Each forward pass of a step chooses its own tokens; setting a step again repeats its
+        choices.
         """
         self.step, self.passes = (step, num_steps), 0
 
@@ -223,7 +225,7 @@ class Routes:
 
         Args:
             draws: the step, and the number of the pass within it.
-            x: the tokens [B, N + T, D] of the first block.
+            x: the tokens [B, N + T, D] of the first block: N of the image and T others.
             num_tokens: N.
             arguments: the arguments of the network's forward, by name.
         """
@@ -310,9 +312,10 @@ def enable_routing(
             may be wrapped by DistributedDataParallel, `torch.compile` or peft.
         method: registered routing method that owns no weights; `options` are its fields.
         seed: seed of the random choices.
-        extra: number of other tokens that precede the image tokens in the sequence of the first
-            block, or a function that returns it from the network's arguments, by name, and the
-            sequence [B, N + T, D]. Needed for classes not in docs/comparison/diffusers_classes.md.
+        extra: T, the number of other tokens that precede the N image tokens in the sequence of the
+            first block, or a function that returns it from the network's arguments, by name, and
+            the sequence [B, N + T, D]. Needed for classes not in
+            docs/comparison/diffusers_classes.md.
         blocks: paths of the lists of blocks, in order of use.
         tokens: name of the block's argument that has the tokens; by default the first.
         grid: (h, w) of the image tokens in raster order, for selectors that use it.
