@@ -122,7 +122,8 @@ class ArrowTable:
         return content
 
     def _rows(self, number: int) -> Any:
-        """Return the rows of file `number` of the table, downloaded first if it is not there."""
+        """Return the rows of the table's file with index `number`. If the table is in a bucket, the
+        file is downloaded first, unless the local folder has it."""
         file = self.folder / self.names[number]
         if not self.in_bucket:
             try:

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def context_shape(table: "datasets.Dataset", column: str, length: int | None) -> tuple[int, int]:
-    """Return (T, S) of the contexts in a column of `table`, which is in numpy's format. The column
-    has embeddings or the paths of .npy files. T is `length` or, if that is None, the number of
-    embeddings of the row that has the most. S is read from this row or, with a `length`, from the
-    first row. Raises ValueError if the row cannot be read."""
+    """Return (T, S) of the contexts in `column` of `table`: T embeddings of width S.
+
+    Cells are embeddings, as numpy arrays, or paths of .npy files. T is `length` or, if that is
+    None, the number of embeddings in the row that has the most. S is read from this row or, if
+    `length` is given, from the first row. Raises ValueError if the row cannot be read."""
     row = _longest(table.select_columns([column]), column) if length is None else 0
     rows = _as_rows(table[row][column], f"of row {row}")
     return length or max(len(rows), 1), rows.shape[1]
@@ -47,10 +48,10 @@ def _longest(table: "datasets.Dataset", column: str) -> int:
 
 
 def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return the context float32 [T, S] of `value`, which is embeddings [t, S] or [S], or the path
-    of an .npy file that has them. Missing embeddings are zeros. `shape` is (T, S); error messages
-    call the context `name`. Raises ValueError if the embeddings cannot be read, are not finite, or
-    do not fit `shape`."""
+    """Return the context float32 [T, S] of `value`: t <= T embeddings of width S, [t, S] or [S], or
+    the path of an .npy file that has them. Missing embeddings are zeros. `shape` is (T, S); error
+    messages call the context `name`. Raises ValueError if the embeddings cannot be read, are not
+    finite, or do not fit `shape`."""
     length, size = shape
     rows = _as_rows(value, name)
     if (rows.size and rows.shape[1] != size) or len(rows) > length:
@@ -86,8 +87,8 @@ def load_npy(path: str | Path) -> np.ndarray:
 
 
 def _as_rows(value: Any, name: str) -> np.ndarray:
-    """Return `value`, an array or the path of an .npy file, as floats [t, S]. Error messages call
-    the context `name`."""
+    """Return `value`, an array or the path of an .npy file, as floats [t, S]: t embeddings of width
+    S. Error messages call the context `name`."""
     array = np.atleast_2d(load_npy(value) if isinstance(value, str) else value)
     if array.ndim != 2 or array.dtype.kind != "f" or not array.shape[1]:
         raise ValueError(f"the context {name} is {array.dtype} {array.shape}, not floats [t, S].")

@@ -8,7 +8,8 @@ Images are stored as bytes, and the model sees them in [-1, 1]. Latents have ano
 `tread_zoo.data.latents`. Noise is drawn from the caller's generator, never in a loader.
 
 Dimensions: N images, B batch, C channels, H height, W width. A context has T embeddings of width S.
-Features of an encoder have S channels, in K copies: for the image and perhaps its mirror image.
+Features of an encoder have S channels on a grid h x w, in K copies: for the image and perhaps its
+mirror image.
 """
 
 import copy
@@ -105,7 +106,8 @@ class Codec:
         return to_model_range(stored)
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
-        """Return x, float [B,C,H,W] in the model's range, as images uint8 on the CPU."""
+        """Return x, float [B,C,H,W] in the model's range, as images uint8 on the CPU. Latents are
+        decoded on `device`."""
         return to_uint8(x).cpu()
 
 
@@ -114,22 +116,32 @@ PIXELS = Codec()
 
 @dataclass(frozen=True)
 class ImageData:
-    """Training data: a training and a held-out data set, the size and classes of their images, and
-    the codec between stored items, model inputs and pixels."""
+    """A training and a held-out data set, the size and classes of their images, and the codec.
 
-    name: str  # for logs and records
-    train: Dataset[Any]  # items (image as stored, label or context)
-    held_out: Dataset[Any] | None  # likewise; None where nothing is held out
-    image_size: tuple[int, int]  # H, W of the model's input
+    Args:
+        name: name of the data, for logs and records.
+        train, held_out: data sets with items (image as stored, label or context); `held_out` is
+            None if nothing is held out.
+        image_size, channels: (H, W) and C of the model's input.
+        num_classes, class_names: number and names of the classes; 0 and () without labels, and each
+            label is then 0.
+        codec: converts stored items to model inputs, and model outputs to pixels.
+        context: (T, S) if items have contexts: T embeddings of width S.
+        text_encoder: name, class and sha256 of the encoder that made the contexts, if known.
+        features: shape (K, S, h, w) of an encoder's features, which `train.with_features()` adds to
+            each item: K copies of S channels. If K is 2, the second is of the mirrored image.
+    """
+
+    name: str
+    train: Dataset[Any]
+    held_out: Dataset[Any] | None
+    image_size: tuple[int, int]
     channels: int
-    num_classes: int  # 0 where there are no labels; each label is then 0
+    num_classes: int
     class_names: tuple[str, ...]
     codec: Codec = PIXELS
-    context: tuple[int, int] | None = None  # T, S where items have contexts
-    # name, class and sha256 of the text encoder that made the contexts, if known
+    context: tuple[int, int] | None = None
     text_encoder: dict[str, str] | None = None
-    # K, S, h, w of an encoder's features, which `train.with_features()` adds to each item. If K is
-    # 2, the second copy is of the mirrored image.
     features: tuple[int, int, int, int] | None = None
 
     @property
@@ -165,7 +177,7 @@ class ArrayDataset(Dataset[Any]):
         return self.images[index], int(self.labels[index])
 
     def subset(self, rows: Tensor) -> "ArrayDataset":
-        """Return a data set of the items at `rows`, int64 [K]."""
+        """Return a data set of the K items at `rows`, int64 [K]."""
         return ArrayDataset(self.images[rows], self.labels[rows])
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +197,7 @@ class TableDataset(Dataset[Any]):
         self.rows = torch.arange(len(self.table))
 
     def subset(self, rows: Tensor) -> Self:
-        """Return a data set of the items at `rows`, int64 [K], in the same table."""
+        """Return a data set of the K items at `rows`, int64 [K], with the same table."""
         part = copy.copy(self)
         part.rows, part.labels = self.rows[rows], self.labels[rows]
         return part

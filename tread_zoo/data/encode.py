@@ -65,7 +65,7 @@ def encode(
             that `data` has.
         features: a label for the extractor of features, and its function from images to features;
             None stores none.
-        precision: precision in which the autoencoder and the text encoder compute; not auto.
+        precision: fp32, bf16 or fp16, in which the autoencoder and the text encoder compute.
         rank, num_ranks: number of this process, and how many there are.
 
     Raises:
@@ -127,8 +127,8 @@ def _choose_content(content: str, vae: Vae) -> str:
 
 
 def _begin(out: Path, metadata: dict[str, Any]) -> None:
-    """Write table.json, without statistics, to the folder `out`. Raises ValueError if there is one
-    with other settings."""
+    """Write a table's `metadata` to table.json in the folder `out`, unless the file exists. Raises
+    ValueError if the file has other settings than `metadata`."""
     file = out / "table.json"
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
@@ -159,7 +159,15 @@ def _read_each(dataset: Any, with_caption: bool, indices: Sequence[int]) -> list
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Computes the columns of a table from images, labels and captions."""
+    """Computes the columns of a table from images, labels and captions.
+
+    Args:
+        data, vae, precision, config: see `encode`.
+        encode_text: function from captions to contexts [B,T,S]; None stores what `data` has.
+        extract: function from images to features; None stores none.
+        content: what is stored: moments, samples, mode or pixels; see `EncodingConfig`.
+        corrupt: the list of images that cannot be read.
+    """
 
     data: ImageData
     vae: Vae | None
@@ -202,9 +210,9 @@ class _Encoder:
             bar.update(len(batch))
 
     def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> Columns:
-        """Return the columns for `images`, uint8 [B,C,H,W]: latent, or image without an
-        autoencoder; and features, if there is an extractor. `part` and `indices`, the images'
-        places in the data, determine the noise of sampled latents."""
+        """Return the columns for `images`, uint8 [B,C,H,W]: latent, or image if there is no
+        autoencoder; and features, if there is an extractor. The noise of sampled latents depends on
+        `part` (train or held_out) and `indices`, which number the images in this part."""
         copies = (images, images.flip(-1)) if self.config.flips else (images,)
         columns = {"image": images[:, None]}
         if self.vae is not None:
@@ -220,8 +228,9 @@ class _Encoder:
         return columns
 
     def _encode(self, vae: Vae, images: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
-        """Return the latents to store, [B,C',h,w]: means, moments or samples. For samples,
-        `generators`, one per image, draw the noise."""
+        """Return the latents of `images` to store: means or samples [B,C,h,w], or moments
+        [B,2C,h,w], the mean and the log-variance. For samples, `generators`, one per image, draw
+        the noise."""
         device = next(vae.network.parameters()).device
         with autocast(device, self.precision):
             mean, logvar = vae.encode(to_model_range(images.to(device)))
@@ -234,8 +243,8 @@ class _Encoder:
 
 
 def _psnr(data: ImageData, vae: Vae) -> float:
-    """Return the mean PSNR in dB, 10 log10(255² / mean squared error), of images after encoding and
-    decoding. It is low with a wrong autoencoder."""
+    """Return the mean PSNR in dB, 10 log10(255² / mean squared error), of a few training images
+    after encoding and decoding by `vae`. It is low with a wrong autoencoder."""
     count = min(PSNR_IMAGES, len(data.train))  # type: ignore[arg-type]
     images = read_items(data.train, range(count))[0]
     mean, _ = vae.encode(to_model_range(images.to(next(vae.network.parameters()).device)))

@@ -163,8 +163,8 @@ def folder_rows(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def columns_of(rows: dict[str, dict[str, Any]], root: Path, files: list[str]) -> dict[str, Any]:
-    """Return the metadata `rows`, from `folder_rows`, as columns: for each name, a list with a
-    value for each of `files`. A file without a row gets None.
+    """Return the metadata `rows`, from `folder_rows(root)`, as columns: for each name, a list with
+    a value for each of `files`. A file without a row gets None.
 
     Raises:
         ValueError: no file has a row.

@@ -127,7 +127,7 @@ def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | N
 
 
 def label_text(content: bytes) -> str:
-    """Return the label in `content`, that of a .cls file. Raises ValueError if it is not UTF-8."""
+    """Return the label in a .cls file's `content`. Raises ValueError if it is not UTF-8."""
     try:
         return content.decode().strip()
     except UnicodeDecodeError:

@@ -47,8 +47,8 @@ _LOGVAR_RANGE = (-30.0, 20.0)  # as in diffusers
 
 def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
     """Return mean and standard deviation, float32 [..., C, h, w], of stored latents. `content` says
-    what is stored: samples or pixels, whose standard deviation is None, or mean_logvar or
-    mean_std."""
+    what is stored: mean_logvar or mean_std, [..., 2C, h, w]; or samples or pixels, [..., C, h, w],
+    which are the mean, and whose standard deviation is None."""
     stored = stored.float()
     if content in ("samples", "pixels"):
         return stored, None
@@ -58,15 +58,25 @@ def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LatentCodec(Codec):
-    """The codec for stored latents [B,K,C,h,w], or for their moments [B,K,2C,h,w]. See `Codec`."""
+    """The codec for stored latents [B,K,C,h,w], or for their moments [B,K,2C,h,w]. See `Codec`.
 
-    content: str  # samples, mean_logvar or mean_std
-    flips: bool  # K is 2, and the second copy is of the mirrored image
-    normalization: str  # for records
-    shift: tuple[float, ...]  # C numbers
+    Args:
+        content: what is stored: samples, or moments, as mean_logvar or mean_std (the mean, then the
+            log-variance or the standard deviation).
+        flips: whether K is 2, and the second copy is of the mirrored image; else K is 1.
+        normalization: standardize or scale, for records.
+        shift, scale: C numbers each; see `to_latents`.
+        vae: class and sha256 of the autoencoder that encoded the data, if known.
+        decoder: the autoencoder that decodes, a folder or a name on the hub; none: no decoding.
+    """
+
+    content: str
+    flips: bool
+    normalization: str
+    shift: tuple[float, ...]
     scale: tuple[float, ...]
-    vae: dict[str, Any] | None  # class and sha256 of the encoding autoencoder, if known
-    decoder: str  # the autoencoder, a folder or a name on the hub; none: latents are not decoded
+    vae: dict[str, Any] | None
+    decoder: str
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -113,7 +123,7 @@ class LatentCodec(Codec):
             self.autoencoder.to(device)
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Return (B, C, h, w) for (B, K, C or 2C, h, w)."""
+        """Return (B, C, h, w) for the shape `stored`, (B, K, C or 2C, h, w)."""
         batch, _, channels, height, width = stored
         return batch, channels // (1 if self.content == "samples" else 2), height, width
 
@@ -143,7 +153,8 @@ class LatentCodec(Codec):
         return (z - _column(self.shift, z.device)) * _column(self.scale, z.device)
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
-        """Return the images uint8 [B,3,H,W] that the autoencoder decodes from model outputs x."""
+        """Return the images uint8 [B,3,H,W], on the CPU, that the autoencoder decodes on `device`
+        from model outputs x [B,C,h,w]."""
         vae = self.autoencoder.to(device)
         parts = torch.split(self.to_latents(x), DECODE_BATCH)
         return torch.cat([to_uint8(vae.decode(z.to(device))).cpu() for z in parts])
@@ -262,7 +273,7 @@ def _table_data(
     codec: Codec,
 ) -> ImageData:
     """Return the rows of `table` as `ImageData`. `shape` is [C,H,W] of a model input, which `codec`
-    makes of a stored item. For the rest see `latents`."""
+    makes of a stored item. For the other arguments see `latents`."""
     metadata, contexts, names = table.metadata, None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
     if context and metadata["context"]:
@@ -292,9 +303,9 @@ def _table_data(
 def _normalize(
     normalization: str, metadata: dict[str, Any], vae: dict[str, Any] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return shift and scale, C numbers each. With `normalization` standardize, they come from the
-    statistics in a table's `metadata`; with scale, from `vae`, the metadata of an autoencoder.
-    Raises ValueError if `vae` is needed and None."""
+    """Return shift and scale, C numbers each. If `normalization` is "standardize", both come from
+    the statistics in a table's `metadata`; if it is "scale", from `vae`, the metadata of an
+    autoencoder. Raises ValueError if `vae` is needed and None."""
     mean = metadata["mean"]
     if normalization == "standardize":
         return tuple(mean), tuple(1.0 / value for value in metadata["std"])
@@ -319,13 +330,21 @@ def _open_table(path: str, cache: str | None, num_cached: int, *, pixels: bool) 
 @dataclass(eq=False)
 class EncodedTable(TableDataset):
     """Rows of a table of stored latents [K,C,h,w], moments [K,2C,h,w] or images [C,H,W], with
-    labels or contexts."""
+    labels or contexts. K is 2 if the table has mirrored images, else 1.
 
-    column: str  # latent or image
-    shape: Sequence[int]  # of one latent or image
+    Args:
+        table, labels: an `ArrowTable`, and labels int64 [N] of its rows.
+        column, shape, dtype: the column to read, latent or image, and shape and type of its cells.
+        context: (T, S) if items have contexts, T embeddings of width S, in the place of labels.
+        features: shape (K, S, h, w) of an image's features in S channels, if the table has them.
+        reads_features: whether items have these features as third element.
+    """
+
+    column: str
+    shape: Sequence[int]
     dtype: str
-    context: tuple[int, int] | None  # T and S, if contexts are the condition
-    features: tuple[int, ...] | None  # [K,S,h,w]
+    context: tuple[int, int] | None
+    features: tuple[int, ...] | None
     reads_features: bool = False
 
     @property

@@ -8,8 +8,8 @@ alone:
 
 So a batch is the same in a resumed run and in any worker.
 
-B batch, C channels, H height, W width. Contexts, float [T, S], take the place of labels; features
-[K, S, h, w] are a third element of an item.
+B batch, C channels, H height, W width. Contexts, T embeddings of width S, float [T, S], may take
+the place of labels. Features [K, S, h, w], K copies of S channels, may be a third element of items.
 """
 
 import functools
@@ -40,11 +40,11 @@ class StepBatches:
 
     Epoch e is a permutation drawn from (seed, e) alone, cut into global batches of
     batch_size * num_ranks; rank r takes the r-th slice of each. Items that do not fill a global
-    batch are dropped, different ones in each epoch. A resumed run has the batches of an unbroken
-    one. So has a run on another number of ranks with the same global batch. Raises ValueError if
-    there are fewer items than a global batch.
+    batch are dropped, different ones in each epoch. Global batches of one size are the same on any
+    number of ranks, and in a resumed run. Raises ValueError if there are fewer items than a global
+    batch.
 
-    `items` is the data set or its length. If it has `epoch_order`, that makes the permutations.
+    `items` is the data set or its length. Its method `epoch_order`, if any, makes the permutations.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class CorruptItem:
-    """An item that cannot be read."""
+    """An item that cannot be read: its index, its name for logs, and the reason."""
 
     index: int
     name: str
@@ -152,7 +152,7 @@ class CorruptLog:
 
     @property
     def items(self) -> set[str]:
-        """Index and name of the corrupt items of all processes so far."""
+        """The corrupt items of all processes so far, each as one text: index, tab, name."""
         text = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
         return {line.rpartition("\t")[0] for line in text.split("\n") if line.count("\t") == 2}
 
@@ -264,9 +264,9 @@ def _read_batches(
 def _read_batch(
     dataset: Dataset[Any], seed: int, indices: Sequence[int]
 ) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem], str]:
-    """Return the batch (images [B,…], labels int64 [B], …), the corrupt items, and why data are
-    unavailable, or "". The batch is None if data are unavailable, or if an item and all its
-    replacements are corrupt."""
+    """Return the batch (images [B,…], labels int64 [B], …) of the items `indices`, the corrupt
+    items, and why the data set is unavailable, or "". The batch is None if the data set is
+    unavailable, or if an item and all its replacements, which depend on `seed`, are corrupt."""
     corrupt: list[CorruptItem] = []
     try:
         items = [_read_or_replace(dataset, seed, index, corrupt) for index in indices]
@@ -295,7 +295,8 @@ def _read_or_replace(
 
 def _leave_signals_to_the_run(worker: int) -> None:
     """Ignore signals in a worker: terminals and clusters signal every process, and a worker that
-    dies ends the run before it can save. Torch ends a hanging worker with a second SIGTERM."""
+    dies ends the run before it can save. Torch ends a hanging worker with a second SIGTERM, which
+    is not ignored."""
     for name in ("SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -86,7 +86,7 @@ def resize_and_crop(
     picture: "Image.Image", size: tuple[int, int], border: str | None = None
 ) -> "Image.Image":
     """Return `picture` resized to cover `size` (H, W) and cropped to its centre. If a colour
-    `border` is given, return it resized to fit into `size` and surrounded by this colour.
+    `border` is given, the picture is instead resized to fit into `size` and framed in this colour.
 
     Square boxes of pixels are averaged first. Their side is the largest power of two that leaves
     the picture at least as large as wanted. Bicubic resizing follows. This avoids aliasing and

@@ -78,9 +78,9 @@ def evenly_spaced(size: int, count: int | None) -> list[int]:
 
 
 def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
-    """Return the indices of `count` items of a data set in the order of samples: the i-th has label
-    i mod num_classes, as sample i has. Items of small classes repeat. Without labels, the items are
-    evenly spaced."""
+    """Return the indices of `count` items of a data set in the order of samples: the i-th index is
+    of an item with label i mod num_classes, the label of sample i. Items of small classes are
+    repeated. Without labels, the items are evenly spaced."""
     labels = getattr(part, "labels", None)
     if not num_classes or labels is None:
         return evenly_spaced(len(part), count)
@@ -95,10 +95,10 @@ def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
 
 
 def digest_items(dataset: Dataset[Any]) -> str:
-    """Return a digest of a data set, to tell it from another one of the same shape. For each of up
-    to 32 evenly spaced items it has four hex digits of the stored image and its label, or `----` if
-    the item is corrupt. If the data set has an attribute `digest` that is not empty, return that
-    instead."""
+    """Return a digest of a data set, to tell it from another one of the same shape. It consists of
+    four hex digits for each of up to 32 evenly spaced items, from a hash of the stored image and
+    its label; a corrupt item has `----`. A data set with an attribute `digest` that is not empty
+    has this as its digest instead."""
     if own := getattr(dataset, "digest", ""):
         return str(own)
     digests, stored = [], getattr(dataset, "stored", None)

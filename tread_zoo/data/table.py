@@ -48,15 +48,25 @@ _MEASURED = 64  # pictures whose size is read
 @dataclass(eq=False)
 class PictureTable(TableDataset):
     """Pictures in a table, with labels or contexts. The undecoded pictures are in the columns
-    image, image1, …: in each row, one of these columns has the picture."""
+    image, image1, …: in each row, one of these columns has the picture.
 
-    context: tuple[int, int] | None  # T and S, if contexts take the place of labels
-    image_size: tuple[int, int] | None  # resize and crop to H, W; None leaves the size
-    channels: int  # 1 (grey) or 3 (RGB)
-    shape: tuple[int, int]  # (H, W) of all pictures after resizing
+    Args:
+        table, labels: see `TableDataset`.
+        context: (T, S) if items have contexts, T embeddings of width S, in the place of labels.
+        image_size: (H, W) to resize and crop to; None leaves the size.
+        channels: 1 (grey) or 3 (RGB).
+        shape: (H, W) of all pictures after resizing.
+        background, crop: RGBA colour behind transparent pictures, and center or pad.
+        captions: the captions of the table's rows, if there are any.
+    """
+
+    context: tuple[int, int] | None
+    image_size: tuple[int, int] | None
+    channels: int
+    shape: tuple[int, int]
     background: Colour
     crop: Crop
-    captions: Captions | None  # of the table's rows
+    captions: Captions | None
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
@@ -424,14 +434,16 @@ def _picture(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _source(row: dict[str, Any]) -> Any:
-    """Return the content of a row's picture, or else its path; None without a picture."""
+    """Return the content of a row's picture or, if only its path is stored, the path; None if the
+    row has no picture."""
     cell = _picture(row)
     return cell and (cell["bytes"] or cell["path"])
 
 
 def _size_of(table: "datasets.Dataset", name: str) -> tuple[int, int]:
     """Return the size (H, W) of all pictures in a table, read from up to 64 evenly spaced ones.
-    Those that cannot be opened are skipped here, and reported in training.
+    Pictures that cannot be opened are skipped here, and reported in training. Error messages call
+    the data `name`.
 
     Raises:
         ValueError: none can be opened, or they differ in size.

@@ -5,7 +5,7 @@
 e(text) are the encoder's last hidden states [T, S], set to 0 behind the end of the text. So the
 context of the empty text is all zeros, like the context that replaces dropped ones in training. The
 subtraction loses nothing: a network that maps embeddings by a matrix W and then adds learned
-positions could add W e("") back by these.
+positions can learn W e("") as a part of the positions.
 
 Dimensions: B texts, T embeddings of width S.
 """
@@ -48,7 +48,8 @@ _BATCH = 64  # captions that are encoded at a time
 
 
 class TextEncoder:
-    """A text encoder in eval mode, with its tokenizer; the class of `network` is in `CLASSES`."""
+    """A text encoder in eval mode, with its tokenizer; the class of `network` is in `CLASSES`,
+    `name` is the folder or the name on the hub that it was loaded from."""
 
     def __init__(self, network: Any, tokenizer: Any, name: str):
         self.network = network.eval().requires_grad_(False)
@@ -58,7 +59,7 @@ class TextEncoder:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Class and hash of the weights, the same wherever the encoder was loaded from."""
+        """The network's class and a hash of its weights: the same wherever it was loaded from."""
         sha256 = digest_weights(self.network)
         return {"class": type(self.network).__name__, "sha256": sha256}
 
@@ -68,7 +69,8 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str], length: int, precision: str = "fp32") -> Tensor:
-        """Return contexts float32 [B, T, S] on the CPU, T = `length`; longer texts are cut."""
+        """Return contexts float32 [B, T, S] of B texts on the CPU: T = `length` embeddings of width
+        S, computed in fp32, bf16 or fp16 (`precision`). Longer texts are cut."""
         device = next(self.network.parameters()).device
         tokens = self.tokenizer(
             ["", *texts], padding="max_length", truncation=True, max_length=length,
@@ -180,8 +182,8 @@ def find_captions(
 def caption_shape(
     data: ImageData, encoder: TextEncoder, length: int | None, *, shown: bool = True
 ) -> tuple[int, int]:
-    """Return (T, S) of the contexts for the captions, and log how many captions are empty or cut
-    (at level DEBUG if not `shown`). For `length` see `with_contexts`.
+    """Return (T, S) of the contexts for the captions, T embeddings of width S, and log how many
+    captions are empty or cut (at level DEBUG if not `shown`). For `length` see `with_contexts`.
 
     Raises:
         ValueError: there are no captions, or there are contexts already.
@@ -210,11 +212,18 @@ def caption_shape(
 
 @dataclass(eq=False)
 class CaptionedImages(Dataset[Any]):
-    """Images whose items have the contexts of their captions in the place of labels."""
+    """Images whose items have the contexts of their captions in the place of labels.
 
-    images: Any  # a data set whose items have captions
-    numbers: dict[str, int]  # of each caption: its row in `contexts`
-    contexts: Tensor | None  # float16 [captions, T, S]; None: items have the captions themselves
+    Args:
+        images: a data set whose items have captions.
+        numbers: index of each caption in `contexts`.
+        contexts: float16 [number of captions, T, S], T embeddings of width S for each caption.
+            None: items have the captions themselves.
+    """
+
+    images: Any
+    numbers: dict[str, int]
+    contexts: Tensor | None
 
     @property
     def digest(self) -> str:

@@ -22,7 +22,8 @@ CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderRAE"
 
 
 class Vae:
-    """An autoencoder in eval mode; `network` is an instance of a diffusers class in `CLASSES`."""
+    """An autoencoder in eval mode; `network` is an instance of a diffusers class in `CLASSES`,
+    `name` the folder or the name on the hub that it was loaded from."""
 
     def __init__(self, network: nn.Module, name: str):
         self.network: Any = network.eval().requires_grad_(False)
@@ -55,7 +56,7 @@ class Vae:
         }
 
     def to(self, device: torch.device) -> "Vae":
-        """Return this, with the network moved to `device`."""
+        """Move the network to `device`, and return this `Vae`."""
         self.network.to(device)
         return self
 

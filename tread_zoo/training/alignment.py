@@ -37,20 +37,25 @@ _EPS = 1e-6
 
 
 class Alignment(Protocol):
-    """The interface of every registered alignment but `none`."""
+    """The interface of every registered alignment but `none`.
 
-    weight: float  # factor of the term in the loss
-    stop: float  # fraction of training, in (0, 1], after which the term is dropped
-    # Optional class variable `self_taught`: if True, the features are the averaged network's tokens
-    # after the projection's `teacher_block`, without routes, and `feature_size` is their width.
+    Attributes:
+        weight: factor of the alignment's loss in the whole loss.
+        stop: fraction of training, in (0, 1], after which the alignment's loss is dropped.
+        self_taught: optional class variable. If True, the features are tokens of the averaged
+            network, without routes, after the block that the built module's `teacher_block` names.
+    """
+
+    weight: float
+    stop: float
 
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
-        """Return the module that projects tokens and computes the loss L, with weights drawn from
-        torch's global generator. `feature_size` is S.
+        """Return the module that projects tokens and computes the alignment's loss. Its weights are
+        drawn from torch's global generator. `feature_size` is S, the width of features.
 
-        Its attribute `block` is the index of the block after which the tokens are taken. Its
-        forward takes tokens [B,K,D], their raster positions int64 [B,K] (None: all N), and features
-        float [B,S,h,w] of any grid. It returns L of each image, [B].
+        The module's attribute `block` is the index of the block after which tokens are taken. The
+        module's forward takes K tokens [B,K,D], their raster positions int64 [B,K] (None: all
+        tokens), and features float [B,S,h,w] of any grid. It returns the loss of each image, [B].
         """
 
 
@@ -88,7 +93,7 @@ class REPA:
     stop: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def build(self, backbone: Backbone, feature_size: int) -> "Projector":
-        """Return the projection from tokens to features.
+        """Return the `Projector` from the backbone's tokens to features of width `feature_size`.
 
         Raises:
             ValueError: the backbone has no such block.
@@ -135,8 +140,8 @@ class SelfFlow:
     stop: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def build(self, backbone: Backbone, feature_size: int) -> "Projector":
-        """Return the `Projector` to the averaged network's tokens. Its `teacher_block` says after
-        which block of that network they are taken.
+        """Return the `Projector` to the averaged network's tokens of width `feature_size`. Its
+        `teacher_block` is the index of the block after which these tokens are taken.
 
         Raises:
             ValueError: the backbone has no such block.
@@ -180,8 +185,8 @@ class Projector(nn.Module):
 
         Args:
             tokens: [B,K,D].
-            ids: int64 [B,K], raster positions of the tokens; None: all N.
-            features: [B,S,h,w] of any grid, resized to the backbone's.
+            ids: int64 [B,K], raster positions of the tokens; None: all positions.
+            features: [B,S,h,w], of width S on any grid, resized to the backbone's grid.
         """
         target = features.float()
         if target.shape[2:] != self.grid:
@@ -206,7 +211,8 @@ class Projector(nn.Module):
 
 
 def _gather(tokens: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the tokens [B,K,D] at the positions `ids` [B,K] of `tokens` [B,N,D]; None: all."""
+    """Return the K tokens [B,K,D] at the positions `ids` [B,K] of `tokens` [B,N,D]; if `ids` is
+    None, all tokens."""
     if ids is None:
         return tokens
     return tokens.gather(1, ids[..., None].expand(-1, -1, tokens.shape[2]))

@@ -30,8 +30,8 @@ class WeightAverage:
 
     Args:
         network: the trained network, before it is sharded.
-        decay: function from step k to d_k, made by `exponential_decay` or `power_decay`. Where d_k
-            is 0, the averages become equal to the weights.
+        decay: function from a step to the factor with which the old average enters the new one,
+            made by `exponential_decay` or `power_decay`. 0 sets the averages to the weights.
     """
 
     def __init__(self, network: Backbone, decay: Callable[[int], float]) -> None:
@@ -79,13 +79,14 @@ class WeightAverage:
 
 
 def exponential_decay(decay: float, *, warmup: bool = True) -> Callable[[int], float]:
-    """Return the function k -> d_k of the exponential average. With `warmup`, d_k grows up to
-    `decay`; without, it is `decay` from the start."""
+    """Return the function from a step to the decay of an exponential average at this step. With
+    `warmup`, the decay grows up to `decay`; otherwise it is `decay` from the start."""
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 def power_decay(width: float) -> Callable[[int], float]:
-    """Return the function k -> d_k of the power-function average of relative width `width`."""
+    """Return the function from a step k to the decay (1 - 1/k)^p of a power-function average. Its
+    relative width `width` determines p."""
     power = width_to_exponent(width)
     return lambda step: (1 - 1 / step) ** power
 

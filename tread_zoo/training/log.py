@@ -238,8 +238,8 @@ class Log:
         ]  # fmt: skip
 
     def estimate_time(self, step: int) -> None:
-        """Log once how long a run on a CPU will take, from its second and third step. On a GPU,
-        where steps are queued, the first line of metrics shows the speed."""
+        """Log once how long a run on a CPU will take, judging by its second and third step. On a
+        GPU, where steps are queued, the first line of metrics shows the speed."""
         if not self.is_main or self.accelerator.device.type != "cpu":
             return
         if step == self.first_step + 1:
@@ -292,7 +292,7 @@ class Log:
         self._file.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None))
 
     def stopped(self, signal: int, step: int) -> None:
-        """Log that a signal ends the run."""
+        """Log that `signal` ends the run, which was saved after `step`."""
         self.bar.close()
         if self.is_main:
             text = f"by {Signals(signal).name}; saved {self.folder} at step {step}; continue with "
@@ -303,9 +303,9 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
-        """Return whether samples are due after `step`, and whether a score is. The score at the end
-        of the run does not count. If the run was `resumed` at this step, only what the run's files
-        lack is due. Every rank must call this."""
+        """Return whether samples are due after `step`, and whether a score is due. The last step
+        has no score here: `train` scores the end of the run. If the run was `resumed` at this step,
+        only what the run's files lack is due. Every rank must call this."""
         training, last = self.setup.training, step == self.setup.num_steps
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)

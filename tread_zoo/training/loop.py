@@ -274,7 +274,7 @@ class Drawn(NamedTuple):
     """What the loss of one rank's micro-step is computed from. x: images [B,C,H,W] in the model's
     range. y: their labels or contexts, some of them dropped, or None. draw: the objective's noise
     and noise levels. routes: what the routing method chose. features: an encoder's features
-    [B,S,h,w], mirrored where x is, or None."""
+    [B,S,h,w] in S channels, mirrored for the images that are mirrored in x, or None."""
 
     x: Tensor
     y: Tensor | None
@@ -347,8 +347,8 @@ def step_loss(
 def _features_of(
     teacher: Backbone, setup: Setup, x: Tensor, y: Tensor | None, draw: Draw
 ) -> Tensor:
-    """Return the tokens [B,D,h,w] of `teacher` after its block `teacher_block`, for x with noise.
-    An image whose tokens have two noise levels in `draw` has the lower one everywhere."""
+    """Return the tokens [B,D,h,w] of `teacher` after the alignment's `teacher_block`, for images x
+    with the noise of `draw`. An image with two noise levels gets the lower one everywhere."""
     each, projector = draw.token_levels, setup.projector
     level = draw.level if each is None else each.amin(dim=1)
     objective, tokens = setup.objective, torch.empty(0)
@@ -377,8 +377,8 @@ def draw_step(
 
     Args:
         setup: the parts of the run.
-        batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
-            contexts [B,T,S] and, if the alignment takes stored features now, these [B,K,S,h,w].
+        batch: images as stored (uint8 [B,C,H,W] or latents), labels int64 [B] or contexts [B,T,S],
+            and, if the alignment uses them now, features [B,K,F,h,w]: K copies of F channels.
         step: the micro-step, from 0 over the whole run.
         rank: rank of this process, which has part `rank` of the step's batch.
         device: device of the weights and of the numbers.
@@ -431,8 +431,8 @@ def step_flops(
     setup: Setup, network: Backbone, routing: Method | None = None
 ) -> list[tuple[range, float]]:
     """Return (steps, FLOPs per image) for each stage of a run, in which all steps cost the same.
-    The FLOPs are those of a step's whole loss and its gradient. They include additional passes,
-    those of a teacher, and the alignment's projection.
+    The FLOPs are those of a step's whole loss and its gradient. They include every pass of the
+    network, the pass of an alignment's averaged network, and the alignment's projection.
 
     Args:
         setup: the run.

@@ -52,7 +52,8 @@ class Window:
         self._means: dict[str, list[Tensor]] = {}
 
     def add(self, losses: Tensor, values: dict[str, Tensor], levels: Tensor) -> None:
-        """Add a micro-step of this rank: losses and noise levels [B], and other values by name."""
+        """Add the results of a micro-step of this rank: `losses` and noise `levels`, [B] each, and
+        other `values` by name, whose means are logged."""
         self._losses.append(losses.detach().float())
         self._levels.append(levels)
         for name, value in {"loss": losses, **values}.items():
@@ -63,11 +64,13 @@ class Window:
         return torch.stack(self._means["loss"]).view(len(self.norms), -1).mean(dim=1)
 
     def close(self, state: TrainState) -> dict[str, float]:
-        """Return the means over the window, and begin a new one; every rank must call this.
+        """Return the window's measurements by name, and begin a new window; every rank must call
+        this.
 
-        These are `loss` and other values of the objective; `images_per_s`; `loss_level_1` …
-        `loss_level_4`, the losses in quarters of rising noise level, of this rank alone;
-        `learning_rate` and `grad_norm` at the last step; and `peak_memory` in bytes.
+        They are the means of `loss` and of the objective's other values; `images_per_s`;
+        `loss_level_1` … `loss_level_4`, the mean losses of this rank's images in four quarters of
+        rising noise level; `learning_rate` and `grad_norm` at the last step; and `peak_memory` in
+        bytes.
         """
         numbers = {
             name: state.accelerator.reduce(torch.stack(means).mean(), reduction="mean").item()
@@ -85,7 +88,8 @@ class Window:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes since the start: of the GPU's tensors, or of the process."""
+    """Return the peak memory in bytes since the start: of the tensors on `device` if this is a GPU,
+    else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows

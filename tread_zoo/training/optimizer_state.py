@@ -32,9 +32,9 @@ def optimizer_state(
     """Return the state of an optimizer: its tensors, and a list of all other values. Every rank
     must call this.
 
-    The tensors are unsharded and on the CPU; their keys are `<parameter>|<name>`. The list has
-    {"state": {key: value}, "groups": [{option: value}]} for each of `inner_optimizers`: values with
-    keys of the same form, and the options of each parameter group.
+    The tensors are unsharded and on the CPU; their keys are `<parameter>|<name>`, as in
+    `head.weight|exp_avg`. The list has {"state": {key: value}, "groups": [{option: value}]} for
+    each of `inner_optimizers`: values with keys of the same form, and the options of each group.
 
     Args:
         optimizer: the optimizer.
@@ -87,6 +87,7 @@ def load_optimizer_state(
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of an optimizer's parameters in the order of its state."""
+    """Return the names of an optimizer's parameters in the order in which its state numbers them.
+    `parameters` has all trained parameters by name."""
     names = {parameter: name for name, parameter in parameters.items()}
     return [names[p] for group in optimizer.param_groups for p in group["params"]]

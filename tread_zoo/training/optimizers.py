@@ -258,9 +258,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def orthogonalized(matrices: Tensor, num_steps: int) -> Tensor:
-    """Return U f(S) V^T in bfloat16 for each of the matrices U S V^T [M, rows, columns], where f
-    takes singular values to about 1: `num_steps` steps of the Newton-Schulz iteration
-    X <- a X + (b G + c G^2) X, G = X X^T, with the coefficients of Muon (Jordan 2024)."""
+    """Return M matrices U S V^T [M, rows, columns], orthogonalised: U f(S) V^T in bfloat16, with
+    singular values f(S) of about 1. f is `num_steps` steps of the Newton-Schulz iteration
+    X <- a X + (b G + c G^2) X, where G = X X^T, and a, b, c are Muon's numbers (Jordan 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.bfloat16()

@@ -37,7 +37,7 @@ REFRESH_S = 20  # an open page reloads itself at this interval
 def write_run_page(
     folder: Path, rows: Iterable[Mapping[str, Any]], status: Iterable[str], *, ended: bool = False
 ) -> None:
-    """Write the page of a run.
+    """Write index.html, the page of the run in `folder`.
 
     Args:
         rows: the lines of `metrics.jsonl`.
@@ -61,7 +61,8 @@ def write_run_page(
 
 
 def _curves(rows: list[Mapping[str, Any]]) -> str:
-    """Return an SVG of the losses against step, with a logarithmic vertical axis."""
+    """Return an SVG of the losses in `rows`, the lines of metrics.jsonl, against the step, with a
+    logarithmic vertical axis. It is empty if there are fewer than two losses."""
     curves = {
         name: [(row["step"], row[name]) for row in rows if row.get(name, 0) > 0] for name in CURVES
     }

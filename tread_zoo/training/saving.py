@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def save_state(state: TrainState, folder: Path) -> None:
-    """Save a checkpoint: weights, averages, the optimizer's state and settings."""
+    """Save a checkpoint to the run's `folder`: weights, averages, the state of the optimizer, and
+    the settings of the run."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     setup, scaler = state.setup, state.accelerator.scaler
@@ -48,8 +49,8 @@ def save_state(state: TrainState, folder: Path) -> None:
 
 
 def save_snapshot(state: TrainState, folder: Path) -> None:
-    """Save the averages of the widths in `TRACKED_WIDTHS`, from which averages of other widths can
-    be computed."""
+    """Save the averages of the widths in `TRACKED_WIDTHS` to the run's `folder`. Averages of other
+    widths can be computed from them."""
     with timed(state, "saving"):
         parts = _gather(state, {k: v for k, v in state.averages.items() if k in TRACKED_WIDTHS})
         if state.accelerator.is_main_process:

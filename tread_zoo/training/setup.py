@@ -55,8 +55,8 @@ class Setup:
     """What a run is made of: its configuration, data, networks and registered parts.
 
     `projector` is the network that an alignment trains with the backbone, `weak` the network that
-    guidance loads from its `weak_checkpoint`. `not_scored` says which metrics are left out and why;
-    `initial` says which weights a new run starts from.
+    guidance loads from its `weak_checkpoint`. Two texts may be empty: `not_scored` says which
+    metrics are left out and why, `initial` which weights a new run starts from.
     """
 
     config: RunConfig
@@ -104,8 +104,8 @@ class Setup:
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield (images as stored, labels [B] or contexts [B,T,S]) for each micro-step of a rank,
         starting at optimizer step `step`. If the alignment uses an encoder's stored features, these
-        come third, up to the step at which it stops: [B,K,S,h,w], with S channels; K is 2 if they
-        include the mirrored image's, else 1.
+        are a third element until the alignment stops: [B,K,F,h,w] with F channels. K is 2 if there
+        are also features of mirrored images, else 1.
 
         Raises:
             ValueError: there are too few images for one batch on each rank.
@@ -218,19 +218,31 @@ def _build_projector(
 
 @dataclass
 class TrainState:
-    """The state of a run on its devices: what an optimizer step changes or needs."""
+    """The state of a run on its devices: what an optimizer step changes or needs.
+
+    Args:
+        setup, accelerator: the parts of the run, and accelerate's `Accelerator`.
+        model: the backbone, wrapped for several processes.
+        projector: the alignment's projection, wrapped in the same way, if there is one.
+        whole: an unsharded copy of the network, for counting and describing.
+        optimizer, stepper: the optimizer, and accelerate's wrapper of it.
+        averages: averages of the weights, by file name in a checkpoint.
+        rates: peak learning rate of each parameter group, in the order of `groups`.
+        step: number of optimizer steps done.
+        seconds: seconds spent so far, by purpose, such as "training"; see `timed`.
+    """
 
     setup: Setup
     accelerator: "Accelerator"
-    model: nn.Module  # the backbone as it is called in training, wrapped for several processes
-    projector: nn.Module | None  # the alignment's projection, wrapped likewise
-    whole: Backbone  # the unsharded network, for counting and describing
+    model: nn.Module
+    projector: nn.Module | None
+    whole: Backbone
     optimizer: torch.optim.Optimizer
-    stepper: Any  # the optimizer as accelerate wraps it
-    averages: dict[str, WeightAverage]  # by file name in a checkpoint
-    rates: list[float] = field(default_factory=list)  # peak learning rates of parameter groups
-    step: int = 0  # optimizer steps done
-    seconds: dict[str, float] = field(default_factory=dict)  # seconds spent so far, by purpose
+    stepper: Any
+    averages: dict[str, WeightAverage]
+    rates: list[float] = field(default_factory=list)
+    step: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def average(self) -> WeightAverage:
@@ -304,7 +316,8 @@ def check_ranks_agree(
 def to_devices(
     setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None
 ) -> TrainState:
-    """Return the state of a run at its start or from a checkpoint; every rank must call this."""
+    """Return the state of a run at its start or, if there is one, from a `checkpoint`. Every rank
+    must call this."""
     network, projector, training = setup.backbone, setup.projector, setup.training
     decays = {"ema": exponential_decay(training.ema_decay, warmup=training.ema_warmup)}
     if training.ema_snapshots_every:
@@ -353,8 +366,8 @@ def to_devices(
 
 
 def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load from a checkpoint the step, the seconds spent, and the state of the optimizer and of
-    fp16's scaler. An optimizer of another kind than the checkpoint's starts without a state."""
+    """Load a checkpoint's step, seconds spent, optimizer state and state of fp16's loss scaler. If
+    the checkpoint is from an optimizer of another kind, the optimizer starts without a state."""
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
     if before["name"] == now["name"]:  # another optimizer starts fresh
@@ -391,8 +404,8 @@ def compile_blocks(network: Backbone) -> None:
 
 
 def _mark_sizes(call: Any) -> Any:
-    """Return `call` with dynamic sizes marked in its arguments: the batch size of tokens and
-    conditions, and every size of indices, [B, K] or [B * K]."""
+    """Return the function `call`, which now first marks as dynamic the sizes in its arguments that
+    vary: the batch size of tokens and conditions, and every size of indices of tokens (int64)."""
 
     def mark(value: Any) -> None:
         if isinstance(value, Tensor):

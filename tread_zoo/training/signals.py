@@ -70,10 +70,11 @@ def strongest(numbers: Sequence[int]) -> int:
 
 
 class StopSignals:
-    """Context manager that records the signals that come within `deferred`.
+    """Context manager for SIGHUP, SIGINT, SIGTERM, SIGUSR1 and SIGUSR2, which ask a run to stop.
 
-    Outside of `deferred` there is nothing to save: SIGHUP, SIGINT and SIGTERM act as usual, and
-    SIGUSR1 and SIGUSR2 end the process at once with status 75.
+    Within the inner context `deferred` they are recorded, so that the run can save before it ends.
+    Outside of `deferred` there is nothing to save: the first three signals act as usual, SIGUSR1
+    and SIGUSR2 end the process at once with status 75.
     """
 
     def __init__(self) -> None:

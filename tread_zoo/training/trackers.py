@@ -37,7 +37,7 @@ class Tracker:
         """Log metrics by name."""
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Log the picture at `path`."""
+        """Log the picture at `path` under a name."""
 
     def close(self) -> None:
         """Finish writing."""
@@ -126,8 +126,17 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
 
 
 class Trackers:
-    """Writer of `metrics.jsonl` that also calls the run's tracker until that fails. Lines after
-    `step` are deleted, because those steps will be repeated."""
+    """Writer of `metrics.jsonl` that passes metrics and pictures on to the run's tracker, until the
+    tracker fails.
+
+    Args:
+        name: the tracker's name, for the warning if it fails.
+        tracker: the tracker.
+        run_dir: the run's folder.
+        step: step at which the run starts or is resumed. Later lines of the file are deleted,
+            because their steps will be repeated.
+        settings: the settings of the run, for the tracker.
+    """
 
     def __init__(
         self, name: str, tracker: Tracker, run_dir: Path, step: int, settings: dict[str, Any]
