@@ -113,7 +113,7 @@ def compose_settings(
 
 
 def import_plugins(modules: Sequence[str]) -> None:
-    """Import modules that register parts, also from the current folder."""
+    """Import modules that register parts. They may be in the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     load_plugins(modules)
@@ -126,13 +126,15 @@ def plugins_among(words: Sequence[str]) -> Any:
 
 
 def presets(name: str, config: type) -> dict[str, list[str]]:
-    """Return the names of a script's preset files, by group. A group is a folder of `CONFIGS`."""
+    """Return the names of a script's preset files, by group. A group is a folder of `CONFIGS`.
+    `config` is the class of the script's settings."""
     groups = [*PRESETS.get(name, {}), *(["routing"] if config is RunConfig else [])]
     return {group: [path.stem for path in (CONFIGS / group).glob("*.yaml")] for group in groups}
 
 
 def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
-    """Return the settings the user gave, as plain values. `${…}` may also refer to defaults."""
+    """Return the settings the user gave, as plain values. `${…}` may also refer to defaults, which
+    are those of the class `config`."""
     given: Any = OmegaConf.to_container(composed)
     given = {field: value for field, value in given.items() if value != {}}
     defaults = OmegaConf.create(default_fields(config))
@@ -151,8 +153,8 @@ def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[st
 
 
 def check_words(words: Sequence[str], config: type) -> None:
-    """Raise a `ValueError` for a word that is neither an override nor a flag of hydra. It says how
-    to write the setting that is probably meant."""
+    """Raise a `ValueError` for a word that is neither an override nor a flag of hydra. The error
+    shows how to write the setting that is probably meant; `config` is the class of the settings."""
     fields = default_fields(config)
     for number, word in enumerate(words):
         name, equals, value = word.lstrip("-~").replace("-", "_").partition("=")

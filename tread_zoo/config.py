@@ -2,12 +2,13 @@
 
     config = make_config(backbone="dit_tiny", routing={"selection_rate": 0.75}, seed=1)
 
-Types, ranges and unknown names are checked when it is made. Parts (`backbone`, `objective`, …) are
-given as a name or as a mapping with `name` and options. They are kept as mappings with all options,
-so configurations compare with `==`. Checkpoints store the result of `as_dict`.
+Types, ranges and unknown names are checked when a configuration is made. Parts (`backbone`,
+`objective`, …) are given as a name or as a mapping with `name` and options. They are kept as
+mappings with all options, so configurations compare with `==`. Checkpoints store the result of
+`as_dict`.
 
-Fields marked `BOOKKEEPING` do not change what a run computes, such as where it writes and how
-often it reports.
+Fields marked `BOOKKEEPING` do not change what a run computes, such as where it writes and how often
+it reports.
 """
 
 import dataclasses
@@ -293,12 +294,13 @@ class RunConfig:
     kernels: Annotated[dict[str, str], BOOKKEEPING, RARE] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every field as plain values, without credentials: what a checkpoint stores."""
+        """Return every field as plain values, without credentials, for checkpoints to store."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return without_credentials(plain)
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
-        """Return the differences in what runs compute: {field: (this value, the other's)}."""
+        """Return the settings that change what a run computes and differ between this configuration
+        and `other`: {dotted name: (value here, value in `other`)}."""
         pairs, bookkeeping = differences(self.as_dict(), other.as_dict()), bookkeeping_fields()
         return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & bookkeeping}
 
@@ -389,13 +391,14 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
 
 
 def auto_warmup_steps(num_steps: int) -> int:
-    """Return the number of warm-up steps for `auto`: 50, or a fifth of fewer than 250 steps."""
+    """Return the number of warm-up steps for `auto`: 50, or a fifth of `num_steps` if that is
+    less."""
     return min(50, num_steps // 5)
 
 
 def _auto_run_dir(config: RunConfig) -> str:
-    """Return `runs/<names>_<settings>_seed<n>`. The settings are those that differ from their
-    defaults, without bookkeeping."""
+    """Return `runs/<names>_<settings>_seed<n>`. <settings> are those that change what a run
+    computes and differ from their defaults."""
     names = [config.data["name"], config.backbone["name"], config.routing["name"]]
     names += [config.objective["name"], config.alignment["name"]]
     names = names[:-1] if names[-1] == "none" else names
@@ -439,12 +442,12 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, t
 
 
 def bookkeeping_fields() -> set[str]:
-    """Return the dotted names of a run's settings that are marked `BOOKKEEPING`."""
+    """Return the dotted names of the settings that do not change what a run computes."""
     return {setting.name for setting in walk(RunConfig) if BOOKKEEPING in setting.marks}
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as a flat one with dotted keys."""
+    """Return nested mappings as a flat one with dotted keys, which all begin with `prefix`."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         inside = isinstance(value, Mapping)
@@ -453,8 +456,8 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def file_name(choices: Mapping[str, str]) -> str:
-    """Return choices as a file name such as `backbone-dit_tiny_seed-0`. A digest is added if the
-    name is too long or loses characters."""
+    """Return chosen values by field as a file name such as `backbone-dit_tiny_seed-0`. A digest is
+    added if the name is too long or loses characters."""
     text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
     name = re.sub(r"[^\w.-]+", "_", text)
     if name == text and len(name.encode()) <= LONGEST_NAME:

@@ -34,7 +34,7 @@ PACKAGES = (
 
 
 def describe_machine(device: torch.device) -> list[str]:
-    """Return lines on versions and hardware."""
+    """Return lines on versions and hardware. `device` is where a run would compute."""
     lines = [
         f"tread_zoo  {describe_code()}, Python {platform.python_version()}, {platform.platform()}",
         f"torch      {torch.__version__}",
@@ -71,7 +71,8 @@ def describe_packages(device: torch.device) -> list[str]:
 def routes_of(
     network: Backbone, num_images: int, device: torch.device | str = "cpu"
 ) -> Sequence[Crossing]:
-    """Return routes for `num_images` images, as one training step of routing=tread chooses them."""
+    """Return the routes (as crossings: ranges of blocks that see fewer tokens) of `num_images`
+    images, as one training step of routing=tread chooses them."""
     images = make_image_generator("doctor", images=range(num_images), device=device)
     routes: Sequence[Crossing] = create("routing", "tread").draw(
         Stack.of(network), images, Step(0, 1, 0)
@@ -80,9 +81,9 @@ def routes_of(
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
-    """Return pairs of a line and whether its errors are small, for each usable implementation
-    (form) of an operation. The line has the errors of output and gradients in the precision that
-    auto means on `device`, relative to the naive form in float64."""
+    """Return pairs (line, whether the errors are small), one for each implementation of an
+    operation that can be used here. The line has the errors of output and gradients, relative to
+    the plain formula in float64, in the precision that `auto` means on `device`."""
     checks, dtype = [], DTYPES[resolve_precision("auto", device)]
     for op in get_forms():
         for name in list_forms(op):
@@ -98,8 +99,8 @@ def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
 
 
 def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple[str, bool]]:
-    """Return pairs of a line and whether the test passed, for each backbone whose name matches
-    `pattern`. The test: a training step with a route gives finite gradients on `device`."""
+    """Return pairs (line, whether the test passed), one for each backbone whose name matches
+    `pattern`. The test is that a training step with a route gives finite gradients on `device`."""
     checks = []
     for name in _sizes(pattern):
         network = create_backbone(name, input_size=8, in_channels=1, num_classes=10).to(device)

@@ -122,8 +122,8 @@ def unknown_field(
 def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
     """Return the dotted names, out of `paths`, that the unknown `field` may mean.
 
-    They are our name for another project's one, else up to two fields that have this name in any
-    group, else the most similar name. `prefix` is the group of `field`, which is preferred.
+    They are our name for what other projects call `field`; else up to two fields of this name in
+    any group; else the field with the most similar name, preferably in the group `prefix`.
     """
     usual = USUAL_NAMES.get(field, "")
     for each in usual.split():
@@ -144,7 +144,7 @@ def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
 
 
 def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of a tree's fields and groups."""
+    """Yield the dotted names of a tree's fields and groups, each with `prefix` in front."""
     for name, value in tree.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -172,7 +172,7 @@ def describe_invalid(
     given: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> ValueError:
-    """Return pydantic's first error as a `ValueError` of one line.
+    """Return the first of pydantic's errors as a `ValueError` of one line.
 
     Args:
         prefix: the group of the fields in `given`; "" for none.

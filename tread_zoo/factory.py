@@ -32,7 +32,8 @@ def create_backbone(
         input_size: height and width of its input, one integer or two.
         in_channels: channels of its input.
         num_classes: number of labels; 0 makes it unconditional.
-        context_length, context_size: T and S of contexts, see `Backbone.add_contexts`; 0: none.
+        context_length, context_size: number and width of the embeddings in a context, see
+            `Backbone.add_contexts`; 0: no contexts.
         options: any other keyword of its constructor, which replaces the preset's value.
 
     Raises:

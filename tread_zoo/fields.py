@@ -28,11 +28,12 @@ BOOKKEEPING, RARE = "bookkeeping", "rare"
 
 class Setting(NamedTuple):
     """A field of a dataclass of options. `name` is dotted if the dataclass is nested. A required
-    field has the default "???", hydra's sign for a missing value."""
+    field has the default "???", hydra's sign for a missing value. `type` does not include the
+    `marks`, such as `RARE`."""
 
     name: str
     default: Any
-    type: Any  # without marks
+    type: Any
     marks: tuple[Any, ...]
 
 

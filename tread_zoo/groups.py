@@ -24,8 +24,8 @@ from tread_zoo.registry import available
 def store_fields(
     name: str, config: type, presets: Mapping[str, str | None], whole: bool = False
 ) -> None:
-    """Tell hydra the fields of a script, all of them without a value. Any option is accepted in a
-    group.
+    """Tell hydra the fields of a script, without values unless `whole` is set. Any option is
+    accepted in a group.
 
     Args:
         name, config: name of the script, and the class of its settings.
@@ -55,9 +55,10 @@ def store_fields(
 
 
 class RegistrySource(ConfigSource):
-    """Hydra's source of choices: for each group in the source's path, the registered names."""
+    """Hydra's source of choices: for each group in the source's path, the registered names. `whole`
+    lists the groups whose options are shown with their defaults."""
 
-    whole: Sequence[str] = ()  # groups whose options are shown with their defaults
+    whole: Sequence[str] = ()
 
     @staticmethod
     def scheme() -> str:
@@ -87,7 +88,8 @@ class RegistrySource(ConfigSource):
 
 
 class RegistrySearchPath(SearchPathPlugin):
-    """Hydra's search path, with `RegistrySource` after all files, even those of --config-dir."""
+    """Hydra's search path, with a `RegistrySource` of `groups` after all files, even those of
+    --config-dir."""
 
     groups: Sequence[str] = ()
 

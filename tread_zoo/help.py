@@ -137,7 +137,7 @@ def _summary(target: Any) -> str:
 
 
 def _line(name: str, default: Any, sentence: str) -> str:
-    """Return a setting with its description beside or below it."""
+    """Return the line of a setting: its name, its default, and `sentence` beside or below them."""
     if isinstance(default, Mapping):
         value = "…"
     elif isinstance(default, str):

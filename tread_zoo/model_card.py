@@ -96,7 +96,8 @@ def write_model_folder(
 
 
 def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
-    """Return the records of a run's scores whose protocols have all the values in `scored`."""
+    """Return the records of a run's scores, those whose protocols have all the values in
+    `scored`."""
     files = sorted(run.glob("score*.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     records = [each for each in records if scored.items() <= each["protocol"].items()]
@@ -106,9 +107,9 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 
 def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
-    """Copy grids of samples of a training step to `folder`, one for each setting of sampling, and
-    return these settings as texts. The grids are those that tread-zoo sample made in the run's
-    folder, except grids of one class, of prompts or of contexts."""
+    """Copy grids of samples of a training step to `folder`, one for each choice of sampler and
+    guidance, and return these choices as texts. Grids come from tread-zoo sample, which made them
+    in the folder `run`. Grids of one class, of prompts or of contexts are left out."""
     shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, list[str]()
     for grid in sorted(run.glob("generated/*_grid.png")):
         file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD
@@ -128,7 +129,8 @@ def _header(
     name: str,
     license: str | None,
 ) -> Any:
-    """Return the card's metadata for the hub, a `huggingface_hub.ModelCardData`."""
+    """Return the card's metadata for the hub, a `huggingface_hub.ModelCardData`, with the scores in
+    `records` as results, and the last part of `name` as the model's name."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = without_paths(checkpoint.data).get("name", "unknown")
@@ -155,8 +157,8 @@ def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
 
 
 def _metric_type(metric: str, record: dict[str, Any]) -> str:
-    """Return a metric's name on the hub, where fid and kid mean distances in Inception's
-    features."""
+    """Return a metric's name for the hub, where fid and kid mean distances between Inception's
+    features. If `record` has another extractor, they get other names."""
     if (record["protocol"].get("extractor") or INCEPTION).startswith(INCEPTION):
         return metric
     others = {"fid": "frechet-distance", "kid": "kernel-distance", "kid_std": "kernel-distance-std"}
@@ -164,8 +166,9 @@ def _metric_type(metric: str, record: dict[str, Any]) -> str:
 
 
 def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
-    """Return the licence of the weights: `license` or, if None, that in the record `imported`.
-    Raises ValueError if `license` would replace a non-commercial one."""
+    """Return the licence of the weights: `license` or, if None, that of the project that they were
+    imported from, in the record `imported`. Raises ValueError if `license` would replace a
+    non-commercial one."""
     origin = imported.get("license")
     if origin and "-nc" in origin and license not in (None, origin):
         raise ValueError(
@@ -176,7 +179,7 @@ def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
 
 
 def _recipe(checkpoint: Checkpoint, backbone: Backbone, weights: str) -> dict[str, str]:
-    """Return texts on the network and its training by topic, such as "optimizer"."""
+    """Return texts that describe the network and its training, by topic, such as "optimizer"."""
     meta, config = checkpoint.meta, without_paths(checkpoint.meta["config"])
     file = checkpoint.run_dir / "facts.json"
     count = sum(parameter.numel() for parameter in backbone.parameters())

@@ -37,8 +37,8 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """A backbone as a component of a pipeline. `described` comes from `describe_backbone`; without
-    a `network`, one with fresh weights is built from it."""
+    """A backbone as a component of a pipeline. `described` comes from `describe_backbone`; if
+    `network` is None, a network with fresh weights is built from it."""
 
     ignore_for_config = ["network"]  # noqa: RUF012
 
@@ -49,8 +49,8 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Any:
-        """Return a model from `save_pretrained`. It is not built on the meta device, because some
-        backbones compute fixed tables when they are built.
+        """Return a model that `save_pretrained` wrote to `path`. The model is not built on the meta
+        device, because some backbones compute fixed tables when they are built.
 
         Raises:
             CheckpointError: weights are not finite.
@@ -152,7 +152,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         Args:
             class_labels: numbers, 0 … num_classes, or class names.
             prompt: a text or several, for networks that were trained on captions.
-            contexts: float [B, T, S], for networks that take contexts.
+            contexts: float [B, T, S], T embeddings of width S, for networks that take contexts.
             num_images: number of images for a single prompt, or if no labels or contexts are given.
             num_inference_steps, guidance_scale: replace the pipeline's values. A scale for a
                 pipeline without guidance means classifier-free guidance.
@@ -189,7 +189,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _encode(self, prompt: str | Sequence[str], num_images: int) -> Tensor:
-        """Return contexts [B, T, S] of prompts; a single one is repeated for `num_images`."""
+        """Return contexts [B, T, S] of prompts, T embeddings of width S each. A single prompt is
+        repeated for `num_images`."""
         if self.text_encoder is None:
             raise ValueError(f"prompt={prompt!r}, but this pipeline has no text_encoder.")
         encoder = TextEncoder(self.text_encoder, self.tokenizer, "text_encoder")

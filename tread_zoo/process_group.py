@@ -33,8 +33,8 @@ def prepare_process_group(device: torch.device) -> None:
 
 
 def log_waiting(timeout_s: float) -> None:
-    """Log that this process waits for the others to connect, if there are others. A process that
-    failed before it could connect leaves no other sign. `timeout_s` is how long it waits."""
+    """Log that this process waits up to `timeout_s` seconds for the others to connect, if there are
+    others. A process that failed before it could connect leaves no other sign."""
     environment = os.environ
     if (others := int(environment.get("WORLD_SIZE", "1")) - 1) > 0:
         logger.info(
@@ -51,7 +51,7 @@ def rank_and_number() -> tuple[int, int]:
 
 
 def wait_for_all() -> None:
-    """Wait until all processes have called this."""
+    """Wait until all processes of the run have called this."""
     if rank_and_number()[1] > 1:
         dist.barrier()
 

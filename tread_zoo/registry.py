@@ -68,8 +68,8 @@ FROM_DATA = ("input_size", "in_channels", "num_classes")  # no options of a back
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name: a class or function, a preset that replaces some of its defaults, and
-    metadata, such as a metric's `better`."""
+    """A registered name of a `kind` of parts: a class or function (`target`), a preset that
+    replaces some of its defaults, and metadata, such as a metric's `better`."""
 
     kind: str
     name: str
@@ -269,7 +269,8 @@ def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
 
 
 def split(kind: str, part: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of a part, given as a name or a mapping with `name`."""
+    """Return the name and the options of a part of `kind`, given as a name or a mapping with
+    `name`."""
     if isinstance(part, str):
         return part, {}
     if not isinstance(part, Mapping) or not isinstance(part.get("name"), str):
@@ -280,7 +281,8 @@ def split(kind: str, part: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def complete(kind: str, part: str | Mapping[str, Any], field: str | None = None) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` with every option of the part, checked."""
+    """Return `{"name": …, option: value, …}` with every option of the part, checked. Errors name
+    `field`, by default the kind."""
     name, options = split(field or kind, part)
     entry = get_entry(kind, name, field)
     return {"name": entry.name, **entry.complete(options, field)}
@@ -300,7 +302,7 @@ def describe_part(kind: str, part: Any) -> dict[str, Any]:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import modules that register parts."""
+    """Import modules that register parts. Raises ValueError if one cannot be imported."""
     is_list = isinstance(modules, list | tuple)
     if not is_list or not all(isinstance(module, str) for module in modules):
         raise ValueError(f"plugins={modules!r} must be a list of modules, as in [my_module].")
@@ -316,8 +318,8 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """Return the modules, other than ours, that registered `parts`, pairs (kind, {"name": …,
-    options}). Parts that one of these uses are included, if its class lists them as pairs (kind,
-    name) in `used_parts(options)`."""
+    options}). If the class of a part has `used_parts(options)`, which lists as pairs (kind, name)
+    the parts that it uses, their modules are included."""
     modules = set()
     for kind, part in parts:
         target = get_entry(kind, part["name"]).target
@@ -328,7 +330,8 @@ def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def check_plugins(modules: Iterable[str], where: str) -> None:
-    """Raise a `ValueError` unless the plug-ins that the file `where` names are already imported."""
+    """Raise a `ValueError` unless the plug-ins `modules` are already imported. The error names
+    `where`, the file that needs them."""
     _load("backbone")
     missing = [module for module in modules if module not in sys.modules]
     if missing:

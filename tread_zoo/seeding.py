@@ -39,7 +39,7 @@ class ImageGenerator:
 
     Args:
         keys: int64 [B], one per image; numbers are made on their device.
-        ahead: the first bits of each key, int64 [B, any], if they are computed already.
+        ahead: the first random bits of each key, int64 [B, any], if they are computed already.
     """
 
     def __init__(self, keys: Tensor, ahead: Tensor | None = None) -> None:
@@ -70,7 +70,7 @@ class ImageGenerator:
         return (self.rand(*shape) * high).long().clamp(max=high - 1)
 
     def _bits(self, count: int) -> Tensor:
-        """Return int64 [B, count], 64 random bits each."""
+        """Return int64 [B, count], the next `count` numbers of 64 random bits for each image."""
         first, self.position = self.position, self.position + count
         if self.position <= self.ahead.shape[1]:
             return self.ahead[:, first : self.position]
@@ -95,9 +95,9 @@ def make_image_generators(
     images: Sequence[int],
     device: torch.device | str = "cpu",
 ) -> dict[str, ImageGenerator]:
-    """Return by purpose the generators that `make_image_generator` returns. Their keys and first
-    numbers are computed together, because each launch of a GPU kernel costs more than these
-    numbers."""
+    """Return by purpose the generators that `make_image_generator` returns. The keys and first
+    numbers of all purposes are computed together, because launches of GPU kernels cost more than
+    the numbers."""
     roots = [_digest(purpose, *key) - 2**63 for purpose in purposes]
     counters = _counters(images, device)
     keys = _mix(torch.cat([counters + root for root in roots]))
@@ -121,7 +121,7 @@ def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
 
 
 def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
-    """Return the start of SplitMix64's counter for each image, by its number: int64 [B]."""
+    """Return for each image, given by its number, the start of SplitMix64's counter: int64 [B]."""
     if isinstance(images, range):
         numbers = torch.arange(images.start, images.stop, images.step, device=device)
     else:
@@ -130,8 +130,8 @@ def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def _bits_from(keys: Tensor, first: int, count: int) -> Tensor:
-    """Return for each key its numbers with the indices first … first + count - 1: int64 [B, count],
-    64 random bits each."""
+    """Return int64 [B, count], 64 random bits each: for each of `keys` [B] its numbers with the
+    indices first … first + count - 1."""
     steps = torch.arange(first + 1, first + count + 1, device=keys.device)
     return _mix(torch.add(keys[:, None], steps, alpha=_INCREMENT))
 

@@ -49,7 +49,8 @@ THEME = (  # style of an SVG file
 
 
 class Axis(NamedTuple):
-    """The scale of plots in a table's cells. Positions are percentages of a cell's width."""
+    """The scale, from `low` to `high`, of plots in a table's cells. Positions are percentages of a
+    cell's width."""
 
     low: float
     high: float
@@ -57,7 +58,7 @@ class Axis(NamedTuple):
     @classmethod
     def over(cls, values: Sequence[Interval], mark: float) -> "Axis":
         """Return an axis that spans `mark`, the means of `values`, and the ends of their intervals.
-        An interval is ignored if half of it is longer than a third of what the rest spans."""
+        An interval is ignored if half of it is longer than a third of what mark and means span."""
         inside = [v for v in (mark, *(one.mean for one in values)) if math.isfinite(v)] or [0.0]
         reach = (max(inside) - min(inside)) or abs(inside[0]) or 1.0
         ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
@@ -68,7 +69,7 @@ class Axis(NamedTuple):
         return round(min(100.0, max(0.0, 100 * (value - self.low) / (self.high - self.low))), 2)
 
     def ticks(self, count: int) -> list[tuple[float, str]]:
-        """Return positions and labels of about `count` round values."""
+        """Return pairs (position, label) of about `count` round values."""
         from matplotlib.ticker import MaxNLocator
 
         values = MaxNLocator(count, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
@@ -76,23 +77,32 @@ class Axis(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How the points and lines of a setting are drawn."""
+    """How the points and lines of a setting are drawn.
 
-    number: int  # index of the colour
-    name: str  # what the colour stands for: the backbone, or the setting
+    Args:
+        number: index of the colour.
+        name: what the colour stands for: the backbone, or the setting.
+        colour: the colour as #rrggbb.
+        dash, marker, fill: matplotlib's style of the line and marker, and fill colour of the
+            marker.
+    """
+
+    number: int
+    name: str
     colour: str
     dash: Any = "-"
     marker: str = "o"
-    fill: str = "none"  # fill colour of the marker
+    fill: str = "none"
 
     def options(self, title: str = "", **options: Any) -> dict[str, Any]:
-        """Return options of matplotlib's `plot` for this look; `as_svg` shows `title` on hover."""
+        """Return options of matplotlib's `plot` for this look, changed by `options`; `as_svg` shows
+        `title` on hover."""
         style = {"color": self.colour, "marker": self.marker, "mfc": self.fill, "ls": self.dash}
         return {**style, "gid": f"|s{self.number}|{title}", **options}
 
 
 def looks(settings: Sequence[Setting]) -> dict[str, Look]:
-    """Return the look of each setting, by the setting's label."""
+    """Return the `Look` of each setting, by the setting's label."""
     names = short_names(settings)
     if len({setting.backbone for setting in settings}) > 1:
         names = {s.label: s.backbone for s in settings}
@@ -119,8 +129,8 @@ def looks(settings: Sequence[Setting]) -> dict[str, Look]:
 
 def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> "Figure":
     """Return a plot of a score, column `y` of the runs, against a cost or score, column `x`. Small
-    points are runs, large ones the settings' means. `arrows` lead from dense settings to routed
-    ones."""
+    points are runs, large ones the settings' means. With `arrows`, an arrow leads from each setting
+    without routes to the routed one that is compared with it."""
     figure, axes = _new_figure((5.8, 4.2))
     points: dict[str, tuple[float, float]] = {}
     style = looks(settings)
@@ -258,8 +268,9 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> None:
-    """Write each look's name near a point, the last one of that name, and draw a line between them.
-    Each name takes the position in `OFFSETS` where it covers the fewest points and names."""
+    """Write the name of each look near its point, and draw a line between them. If several looks
+    have the same name, it is written once, for the last of them. Each name takes the position in
+    `OFFSETS` where it covers the fewest points and names."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # now positions are known

@@ -49,17 +49,19 @@ Table = tuple[list[str], list[list[str]]]  # header, rows
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ only in their seed."""
+    """Runs that differ only in their seed. `label` is unique in the table, `is_dense` means trained
+    without routes, `choices` are the values of the fields, except routing, in which any runs
+    differ, and `runs` are rows of `read_runs`."""
 
-    label: str  # unique in the table
+    label: str
     backbone: str
-    is_dense: bool  # trained without routes
-    choices: Mapping[str, Any]  # values of the fields, except routing, in which runs differ
-    runs: pd.DataFrame  # rows of `read_runs`
+    is_dense: bool
+    choices: Mapping[str, Any]
+    runs: pd.DataFrame
 
     def dense_of(self, settings: "Sequence[Setting]") -> "Setting | None":
-        """Return the dense setting to compare this one with: the only one that has the same
-        backbone and equals this one in all fields in which dense settings differ; or None."""
+        """Return the setting without routes to compare this one with: the only one that has the
+        same backbone and equals this one in all fields in which such settings differ; or None."""
         if self.is_dense:
             return None
         dense = [s for s in settings if s.is_dense and s.backbone == self.backbone]
@@ -68,7 +70,7 @@ class Setting:
         return alike[0] if len(alike) == 1 else None
 
     def shallower(self, settings: "Sequence[Setting]") -> "list[Setting]":
-        """Return the dense settings that are like `dense_of`, but have fewer blocks."""
+        """Return the settings like that of `dense_of`, but with fewer blocks than this one has."""
         dense, depth = self.dense_of(settings), self.choices.get(DEPTH)
         if dense is None or depth is None:
             return []
@@ -79,28 +81,28 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """One setting in a `Row`, with its score."""
+    """A setting in a `Row`, with its mean score over seeds, and whether its samples are meaningless
+    (`is_at_chance`). `kind` is dense, routed, or the number of blocks. For a routed setting, `less`
+    has pairs of a dense one, equal depth first, and the differences from it by budget."""
 
-    kind: str  # dense, routed, or the number of blocks
+    kind: str
     setting: Setting
     score: Interval  # over seeds
     is_at_chance: bool
-    # of a routed setting: the dense settings to compare with, equal depth first, and differences
-    # from them by budget
     less: Sequence[tuple[Setting, Mapping[str, Interval | None]]] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """Settings that are shown together: a dense one, the routed one to compare with it, and dense
-    ones of fewer blocks; or a single setting."""
+    """Settings that are shown together: one without routes (dense), the routed one to compare with
+    it, and dense ones of fewer blocks; or a single setting."""
 
     name: str
     lines: Sequence[Line]
 
     def best(self, metric: str) -> Line | None:
-        """Return the line with the best score, or None. Lines whose samples are at chance do not
-        count."""
+        """Return the setting with the best score in `metric`, as a `Line`, or None. Those whose
+        samples are meaningless (see `at_chance`) do not count."""
         sign = -1 if direction(metric) == "higher" else 1
         ranked = [line for line in self.lines if not line.is_at_chance]
         return min(ranked, key=lambda line: sign * line.score.mean, default=None)
@@ -151,11 +153,9 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings in order of appearance. The runs of a setting differ only in their seed.
-
-    A setting's label shows only values that most settings do not share, and only options that its
-    own backbone, routing method and so on have.
-    """
+    """Return the settings in order of appearance; the runs of each differ only in their seed. A
+    setting's label shows only values that most settings do not share, and only options that its own
+    backbone, routing method and so on have."""
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # comparable for any type
     others = [f for f in fields if f not in ("backbone", "routing")]
@@ -216,9 +216,9 @@ def _most_have(values: Iterable[str]) -> str | None:
 def values_at_equal(
     runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
 ) -> pd.Series | None:
-    """Return each run's score at an equal budget, the smallest that any of them spent. Return None
-    if it was not measured there, or if the budget is seconds on different machines. `axis` is
-    steps, flops or seconds; `runs` and `curves` come from `read_runs` and `read_curves`."""
+    """Return each run's score `metric` at an equal budget, the smallest that any of them spent;
+    None if it was not measured there, or if the budget is seconds on different machines. `axis` is
+    steps, flops or seconds. For `runs` and `curves` see `read_runs` and `read_curves`."""
     spent = runs[axis]
     if spent.isna().any() or (axis == "seconds" and runs.machine.nunique() > 1):
         return None
@@ -266,7 +266,8 @@ def differences_on_the_way(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str
 ) -> pd.DataFrame:
     """Return how the difference in `metric`, routed minus dense, changes during training: a table
-    of step, y (mean over common seeds), low, high and interval, with the steps that were scored."""
+    with a row for each scored step. Its columns are step, y (mean over common seeds), low and high
+    (ends of the mean's interval), and interval (an `Interval`)."""
     scored = curves[(curves.source == "score") & (curves.metric == metric)]
     table = scored.pivot_table(index="step", columns="folder", values="value")
     first, second = (
@@ -285,11 +286,9 @@ def is_distance(metric: str) -> bool:
 
 
 def at_chance(runs: pd.DataFrame, metric: str) -> bool:
-    """Return whether the samples of any of the runs are meaningless.
-
-    They are if their label accuracy is at most three standard deviations above chance. If that was
-    not measured, a distance `metric` of over ten times that of real images decides.
-    """
+    """Return whether the samples of any of the runs are meaningless: label accuracy is at most
+    three standard deviations above chance or, if that was not measured, `metric` is a distance and
+    over ten times that of real images."""
     chance = 1 / runs.num_classes.clip(lower=1)
     drawn = runs.protocol.map(lambda protocol: (protocol or {}).get("num_generated", math.inf))
     read = runs.get("label_accuracy", pd.Series(math.nan, runs.index))
@@ -302,9 +301,9 @@ def at_chance(runs: pd.DataFrame, metric: str) -> bool:
 def make_rows(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str, budgets: Iterable[str]
 ) -> list[Row]:
-    """Return the settings as rows, best `metric` first, samples at chance last. A dense setting
-    shares a row with dense ones of fewer blocks and with the routed one that is compared with it,
-    if there is only one. `budgets` are kinds of equal budgets, such as steps."""
+    """Return the settings in rows, the best `metric` first, rows with only meaningless samples
+    last. A setting without routes (dense) shares a row with dense ones of fewer blocks and with the
+    routed one compared with it, unless there are several such. `budgets` are names in `BUDGETS`."""
     dense_of = {s.label: s.dense_of(settings) for s in settings}
     shallower = {s.label: s.shallower(settings) for s in settings}
     shallow = {less.label for others in shallower.values() for less in others}
@@ -335,7 +334,8 @@ def make_rows(
 
 
 def short_names(settings: Sequence[Setting]) -> dict[str, str]:
-    """Return short names of settings by label, without a backbone or routing that all share."""
+    """Return short names of settings by label: labels without a backbone or routing that all
+    share."""
     if len(settings) == 1 or len({s.backbone for s in settings}) > 1:
         return {s.label: s.label for s in settings}
     rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
@@ -347,11 +347,10 @@ def short_names(settings: Sequence[Setting]) -> dict[str, str]:
 def ratios_to_dense(
     settings: Sequence[Setting], metrics: Sequence[str]
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
-    """Return the names of the columns, and by routing method (or smaller depth) a row of ratios:
-    its score divided by the dense setting's. The lowest ratios come first.
-
-    A column is a backbone. With three or more there is also `all`, the mean over backbones, with
-    backbones as the sample. A single ratio gives an empty table.
+    """Return the names of the columns, and rows of ratios by routing method (or smaller depth): a
+    setting's score divided by that of the setting without routes. The lowest ratios come first. A
+    column is a backbone; with three or more there is also `all`, the mean over backbones, whose
+    interval takes backbones as the sample. A single ratio gives an empty table.
 
     Args:
         settings: trained for equal steps or, if `training.num_flops` was set, equal FLOPs.
@@ -379,8 +378,7 @@ def ratios_to_dense(
 
 def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | None:
     """Return the ratio of `setting`'s score to `dense`'s in the first of `metrics`, or None if it
-    cannot be computed. If the last of `metrics` gives another verdict, the ratio carries that,
-    too."""
+    cannot be computed. It also has the verdict of the last of `metrics`, if that is another."""
     logs = [_log_ratio(setting, dense, metric) for metric in metrics]
     if logs[0] is None:
         return None
@@ -401,7 +399,7 @@ def _log_ratio(setting: Setting, dense: Setting, metric: str) -> Interval | None
 def ratio_table(
     columns: Sequence[str], ratios: Mapping[str, Sequence[Ratio | None]], metric: str
 ) -> Table:
-    """Return the columns and rows of `ratios_to_dense` as a table of texts, with verdicts."""
+    """Return the result of `ratios_to_dense` for `metric` as a table of texts, with verdicts."""
     rows = [[name, *map(_ratio_text, row)] for name, row in ratios.items()]
     return [f"{metric_label(metric)} over dense [95 %]", *columns], rows
 
@@ -415,8 +413,8 @@ def _ratio_text(ratio: Ratio | None) -> str:
 
 
 def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:
-    """Return a line per setting: its score and, at each budget, the difference routed minus dense
-    with a verdict. Both are given as a mean and its 95 % interval over seeds."""
+    """Return a table with a row per setting: its score and, at each of `budgets`, the difference
+    routed minus dense with a verdict. Both are given as a mean and its 95 % interval over seeds."""
     better = direction(metric) or "lower"
     table = []
     for line, name in ((line, row.name) for row in rows for line in row.lines):
@@ -455,8 +453,8 @@ def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
 def contribution_table(
     settings: Sequence[Setting],
 ) -> list[tuple[str, list[tuple[float, bool]], list[str]]]:
-    """Return (label, blocks, ranges) for each setting whose contributions were measured, as means
-    over seeds: (contribution, is routed) for each block, and a text for each range."""
+    """Return (label, blocks, ranges) for each setting whose contributions were measured: a pair
+    (contribution, whether it is routed) for each block, a text for each range; means over seeds."""
     rows = []
     for setting in settings:
         columns = setting.runs.filter(regex=r"^contribution_").dropna(axis=1, how="all")
@@ -493,7 +491,8 @@ def metric_with_arrow(metric: str) -> str:
 
 
 def with_si_prefix(value: float, index: object = None) -> str:
-    """Return a number as text, from ten thousand on with an SI prefix, as in 1.5T."""
+    """Return a number as text, with an SI prefix from ten thousand on, as in 1.5T. `index` is
+    unused."""
     for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{letter}"

@@ -35,13 +35,21 @@ SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 @dataclass(frozen=True)
 class Cell:
-    """One process of a grid: its command, and the files that it writes."""
+    """One process of a grid: its command, and the files that it writes.
 
-    name: str  # a file name, unique in the grid
-    choices: Mapping[str, str]  # the swept values by field: {"backbone": "dit_tiny", "seed": "0"}
+    Args:
+        name: a file name, unique in the grid.
+        choices: the swept values by field, as in {"backbone": "dit_tiny", "seed": "0"}.
+        command: the words of its command line.
+        result: the file that it writes when it succeeds.
+        log: file with its output.
+    """
+
+    name: str
+    choices: Mapping[str, str]
     command: tuple[str, ...]
-    result: Path  # the file that it writes when it succeeds
-    log: Path  # file with its output
+    result: Path
+    log: Path
 
 
 def expand(
@@ -50,15 +58,15 @@ def expand(
     """Return a pair for each combination of swept values: its values by field, and all overrides of
     its command. A combination that occurs in several grids is returned once.
 
-    All settings with the first seed come before any with the second, so that a comparison that is
-    stopped early has a result for each.
+    All combinations with the first seed come before any with the second, so that a comparison that
+    is stopped early has a result for each of the other settings.
 
     Args:
         grids: swept values by field; each grid is swept on its own.
         fixed: overrides of all commands.
 
     Raises:
-        ValueError: a field is set by the comparison itself, or there are no cells.
+        ValueError: a field is set by the comparison itself, or there are no combinations.
     """
     fields = [field for grid in grids for field in grid]
     for field in (*fields, *(text.partition("=")[0].lstrip("+~") for text in fixed)):
@@ -78,7 +86,8 @@ def expand(
 
 
 def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
-    """Check the cells against earlier commands in `out`/cells.json, and add them to that file.
+    """Compare the commands of `cells` with earlier ones in `out`/cells.json, and add them to that
+    file.
 
     Raises:
         ValueError: a cell of the same name was run with other overrides.

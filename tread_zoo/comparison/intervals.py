@@ -35,7 +35,8 @@ class Interval:
         return self.mean + self.half
 
     def in_brackets(self, *, signed: bool = False) -> str:
-        """Return the mean and, if n > 1, the ends of the interval in brackets."""
+        """Return as text the mean and, if n > 1, the ends of the interval in brackets. `signed`
+        puts + before positive numbers."""
         form = "+.3g" if signed else ".4g"
         ends = f" [{self.low:{form}}, {self.high:{form}}]" if self.n > 1 else ""
         return f"{self.mean:{form}}{ends}"
@@ -50,11 +51,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of two scores, such as the score with routing to that of the same backbone
-    without."""
+    """The ratio of two scores, such as the score with routing to that of the same backbone without.
+    `log` is the logarithm of the ratio, with its interval. `dissent` is the verdict of a second
+    distance, and its name, if that differs from this ratio's verdict; else ""."""
 
-    log: Interval  # the logarithm of the ratio
-    dissent: str = ""  # the verdict of the second distance, if it differs
+    log: Interval
+    dissent: str = ""
 
     @property
     def ratio(self) -> float:

@@ -45,7 +45,7 @@ def write_report(
         title: the first line.
         command: the command that made the runs, or "".
         metric: the score that decides; None: the first distance that all runs have.
-        failed: why cells failed, by the cell's name, for the notes.
+        failed: from `run_cells`: why runs failed, by name, for the notes.
 
     Raises:
         ValueError: no run was scored, or the runs share no score.
@@ -97,7 +97,7 @@ def _comparable(
     runs: pd.DataFrame, failed: Mapping[str, str]
 ) -> tuple[pd.DataFrame, list[str], list[str]]:
     """Return the finished runs without duplicates, the names of their common scores, and notes on
-    all that is left out. `failed` has why cells failed, by the cell's name."""
+    all that is left out. `failed` says why runs failed, by name."""
     ended = runs[runs.ended]
     if not len(ended):
         raise ValueError("No run has been scored: there is nothing to compare.")
@@ -115,7 +115,7 @@ def _ratios(
     settings: Sequence[Setting], metrics: Sequence[str], main: str
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
     """Return `ratios_to_dense` for two scores: `main`, which decides, and the first other distance
-    in `metrics`. Return an empty table if lower values of `main` are not better."""
+    in `metrics`. The table is empty unless lower values of `main` are better."""
     if findings.direction(main) != "lower":
         return [], {}
     others = [name for name in metrics if name != main and findings.is_distance(name)]
@@ -145,8 +145,8 @@ def _figures(
         ranking            instead of `quality`, if all settings cost the same
         curve …            a metric during training, for each one that all runs scored
 
-    `by_sample` says that settings differ in sampling, not in training. Costs are then those of
-    sampling, and there are no figures of the training.
+    Dense settings are those without routes. `by_sample` says that settings differ in sampling, not
+    in training. Costs are then those of sampling, and there are no figures of the training.
     """
     figures: dict[str, Figure] = {}
     style, main = draw.looks(settings), metrics[0]
@@ -193,7 +193,8 @@ def _page(
     metric: str,
     budgets: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the HTML page's template variables that the markdown report does not have."""
+    """Return the HTML page's template variables that the markdown report does not have. `metric` is
+    the score that decides, `budgets` the names in `findings.BUDGETS` that have a column."""
     real = runs.get(f"real_{metric}", pd.Series([float("nan")])).iloc[0]
     lines = [line for row in rows for line in row.lines if not line.is_at_chance]
     apart = [one for line in lines for _, less in line.less for one in less.values() if one]
@@ -224,9 +225,9 @@ def _page(
 
 
 def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return two pictures of each setting's samples by label, as data URLs: the whole grid, and its
-    first three images. The samples are those of the first seed that all settings have. Real images
-    are added under `real images` if a run has them."""
+    """Return by label two pictures of each setting's samples, as data URLs: the whole grid, and its
+    first three images. The samples are those of the first seed that all settings have. If a run has
+    pictures of real images, they are added as `real images`."""
     common = sorted(set.intersection(*(set(setting.runs.seed) for setting in settings)))[:1]
     pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:

@@ -81,9 +81,9 @@ def read_curves(folders: Folders) -> pd.DataFrame:
     """Return a table of all that was measured during training, with a row for each value.
 
     Columns: `folder`, `source` ("log" for metrics.jsonl, "score" for scores.jsonl), `metric`,
-    `step`, `flops` and `seconds` of training until then (seconds at the run's mean rate), `value`.
-    The held-out loss in the log uses one noise per image, in the scores several. `held_out_loss_1`
-    to `_4` are its means over quarters of rising noise level.
+    `step`, `value`, and the `flops` and `seconds` of training up to that step (seconds at the run's
+    mean rate). The held-out loss in the log uses one noise per image, in the scores several.
+    `held_out_loss_1` to `_4` are its means over quarters of rising noise level.
 
     For `folders` see `read_runs`.
     """
@@ -143,8 +143,9 @@ def _is_number(text: str) -> bool:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the fields in which any two runs differ, except the seed, `NAMED` and bookkeeping. An
-    option such as `backbone.depth` is compared only among runs with the same `backbone`."""
+    """Return the fields in which the `settings` of any two runs differ, except the seed, `NAMED`,
+    and those that do not change what a run computes. An option such as `backbone.depth` is compared
+    only among runs with the same `backbone`."""
     values: dict[str, dict[Any, set[str]]] = {}
     for run in settings:
         for field, value in run.items():
@@ -170,7 +171,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _choices(settings: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """Return a run's values of `fields`; routing options of a dense run are None."""
+    """Return the values of `fields` in a run's `settings`; routing options are None if it does not
+    route."""
     dense = settings["routing"] == "none"
     return {f: None if dense and f.startswith("routing.") else settings.get(f) for f in fields}
 
@@ -218,7 +220,8 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
 
 
 def flops_until(step: int, facts: Mapping[str, Any]) -> float:
-    """Return the FLOPs of the first `step` steps from facts.json; NaN if they were not counted."""
+    """Return the FLOPs of a run's first `step` steps, NaN if they were not counted. `facts` is the
+    content of the run's facts.json."""
     each, before = 0.0 if "flops_by_stage" in facts else math.nan, 0
     for end, flops in facts.get("flops_by_stage", ()):
         each += max(0, min(step, end) - before) * flops

@@ -1,4 +1,4 @@
-"""Quality and cost: registered metrics, scores with their protocol, held-out loss, FLOPs."""
+"""Quality and cost of networks: metrics, scores recorded with all they depend on, loss, FLOPs."""
 
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.evaluation.score import score

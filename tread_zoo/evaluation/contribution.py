@@ -3,10 +3,10 @@
     c = |F - F_without| / |F|       over all images at a noise level; then the mean of three levels
     r = L_without / L - 1           the rise of the loss, over all images and levels
 
-F is the network's raw output, as the objective scales it, and L is the loss. For F_without and
+F is the network's output before the objective rescales it, and L is the loss. For F_without and
 L_without the block (or a range of blocks) is skipped: all tokens pass it unchanged. The levels are
 the quantiles .2, .5 and .8 of the objective's training levels: t = .2, .5, .8 if t is uniform. A
-small c does not mean an idle block: the loss may rise by 2 % and samples be far worse.
+block with a small c is not idle: without it the loss may rise by 2 % and samples be far worse.
 
 B batch, C channels, H height, W width.
 """
@@ -151,8 +151,9 @@ def _recorded(
     precision: str,
     outputs: list[Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of (x_t, t) for `Objective.loss`: it runs the network with these labels and
-    routes, appends the output to `outputs` and returns it."""
+    """Return a function of (x_t, t) for `Objective.loss`: it runs the network with `labels`, in
+    autocast of `precision`, and with the crossings `routes`, which skip blocks. It appends the
+    output to `outputs` and returns it."""
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
         with autocast(x_t.device, precision):

@@ -54,9 +54,9 @@ def evaluate(
         backbone, objective, data: the network, its objective in training, and its data.
         sampling, options: how images are sampled and scored.
         precision: a resolved precision, see `tread_zoo.runtime`.
-        weak: the network of the guidance's `weak_checkpoint`.
+        weak: the second network of the guidance, from its `weak_checkpoint`; None if it has none.
         routing: the routing method used in training.
-        cache: an empty dictionary, where later calls find what does not depend on the weights.
+        cache: a dict, empty at the first call, that keeps what does not depend on the weights.
         metadata: further fields of `Protocol`, such as `weights` and `step`.
     """
     cache = {} if cache is None else cache
@@ -126,7 +126,8 @@ def evaluate_images(
 
 def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
     """Return the held-out images, whose scores show what real images reach. Return None if there
-    are none, if they are latents, or if the reference is not the training images."""
+    are none, if they are latents, or if the reference is not the training images. `device` is for
+    decoding."""
     if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
     return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)
@@ -140,8 +141,9 @@ def check_evaluation(
     device: torch.device | None = None,
 ) -> Evaluation:
     """Return an `Evaluation` for samples of the size of `data`, checked before any sample is made.
-    `num_classes` is the number of the samples' classes, by default that of the data. Raises
-    ValueError for an option that does not fit."""
+    `num_classes` is the number of the samples' classes, by default that of the data. Stored latents
+    are decoded on `device`, by default the CPU. Raises ValueError for an option that does not
+    fit."""
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
     if evaluation.extractor is not None:
@@ -164,8 +166,9 @@ def make_evaluation(
     device: torch.device | None = None,
 ) -> Evaluation:
     """Return an `Evaluation` for images of `num_classes` classes (0: no labels). Whether its
-    metrics can be computed is checked later, by its `fit`. Raises ValueError for unknown names or
-    missing files."""
+    metrics can be computed is checked later, by its `fit`. The reference is a split of `data`,
+    whose latents are decoded on `device`, or a path. Raises ValueError for unknown names or missing
+    files."""
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
     reference = _open_reference(options, data, device)
@@ -192,7 +195,8 @@ def make_evaluation(
 def _open_reference(
     options: EvaluationConfig, data: ImageData | None, device: torch.device | None
 ) -> Reference:
-    """Return the reference that `options` names: the training or held-out images, or a path."""
+    """Return the reference that `options` names: the training or held-out images of `data`, whose
+    latents are decoded on `device`, or those at a path."""
     name = options.reference
     if name not in ("train", "held_out"):
         return open_reference(name)
@@ -212,19 +216,21 @@ def sampling_record(
     weak: Backbone | None = None,
 ) -> dict[str, Any]:
     """Return three fields of `Protocol`: `sampling`, the settings of sampler and guidance; `nfe`,
-    the network evaluations per image; `flops_per_image`."""
+    the network evaluations per image; `flops_per_image`. The last two include `weak`, the second
+    network of a guidance that has one."""
     cost = count_sampling(backbone, objective, sampling, weak=weak)
     settings = sampling.as_dict()
     return {"sampling": settings, "nfe": cost.evaluations, "flops_per_image": cost.flops}
 
 
 def score_names(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of a record, under names for trackers such as `score/fid`."""
+    """Return the scores in a record of `evaluate`, under names for trackers such as `score/fid`."""
     return {f"score/{name}": value for name, value in record["values"].items()}
 
 
 def describe_record(record: Mapping[str, Any]) -> list[str]:
-    """Return a record as lines of text: each value, beside the value of real images if known."""
+    """Return a record of `evaluate` as lines of text. Each score is shown beside that of real
+    images, if that is known."""
     heading = f"{'':14s} {'samples':>10s} {'real' if record['real'] else '':>10s}".rstrip()
     lines = [heading] if record["values"] else []
     for name, value in record["values"].items():

@@ -3,8 +3,9 @@
     pooled        one vector per image, which distances compare
     spatial       the first 7 channels of the 1x1 branch of Inception's mixed_6, 17x17, for sfid
     logits        one logit per class, for isc and label_accuracy
-    feature_map   [B, S, h, w], for `tread_zoo.training.alignment`: DINOv2's patch tokens,
-                  Inception's mixed_7, or a small classifier's last convolution
+    feature_map   [B, S, h, w], S values at each position, for `tread_zoo.training.alignment`:
+                  DINOv2's patch tokens, Inception's mixed_7, or a small classifier's last
+                  convolution
 
 Nothing is downloaded. torch-fidelity's Inception is the 2015 network that defines FID; its
 `Mixed_6d` is the original graph's `mixed_6`. Spatial features are ordered [H, W, 7], as in the
@@ -54,14 +55,23 @@ Network = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Extractor:
-    """The description of a feature extractor; `load` returns its network."""
+    """The description of a feature extractor; `load` returns its network.
 
-    name: str  # its name in settings
-    file: Path  # file of the weights
-    sizes: Mapping[str, int]  # D by name of feature, without the feature map
-    resize: str = "none"  # how images are resized
-    shape: tuple[int, ...] | None = None  # the required [C, H, W]; None: any
-    num_classes: int = 0  # number of logits, if these are the data's classes
+    Args:
+        name: its name in settings.
+        file: file of the weights.
+        sizes: number of features D by name of feature, without the feature map.
+        resize: how the network resizes images, in words for records.
+        shape: the [C, H, W] that images must have; None: any.
+        num_classes: number of logits, if these are the classes of the data.
+    """
+
+    name: str
+    file: Path
+    sizes: Mapping[str, int]
+    resize: str = "none"
+    shape: tuple[int, ...] | None = None
+    num_classes: int = 0
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -76,7 +86,8 @@ class Extractor:
 
     def load(self, names: Collection[str], device: torch.device) -> Network:
         """Return the network on `device`. It maps uint8 [B,C,H,W] to the features in `names`,
-        float32 [B,D] (feature_map: [B,S,h,w]). The global generator is not changed."""
+        float32 [B,D]; a feature_map is [B,S,h,w], with S values at each position. The global random
+        generator is not changed."""
         with torch.random.fork_rng(devices=[]):
             if self.name == INCEPTION:
                 network = _load_inception(self.file, names, device)

@@ -2,8 +2,8 @@
 
 torch counts matrix products; formulas that `tread_zoo.kernels` registers (docs/evaluation.md) count
 scans and the convolutions before them. A multiply-add is 2 FLOPs. Elementwise work is not counted,
-as is usual. Every operation is counted in its torch form, so that all machines agree. The
-recomputation of activation checkpointing is counted.
+as is usual. Every operation is counted as implemented in plain torch, so that all machines agree.
+The recomputation of activation checkpointing is counted.
 
 A routing method may choose between variants of a step, such as a route with probability p and no
 route with 1 - p. The step's cost is the mean over them. The cost of a variant is that of one
@@ -37,8 +37,8 @@ Loss = Callable[[Backbone, Tensor, Tensor | None, Routes], Tensor]
 def count_flops(
     backbone: Backbone, *, batch: int = 1, routes: Routes = (), backward: bool = False
 ) -> int:
-    """Return the FLOPs of a forward pass (with `backward`, of both passes) on `batch` images, with
-    the crossings `routes` in place."""
+    """Return the FLOPs of a forward pass on `batch` images; with `backward`, of the backward pass,
+    too. `routes` are the crossings of the pass: ranges of blocks that see fewer tokens."""
     return _trace(without_data(backbone), batch, routes, backward)
 
 
@@ -68,8 +68,8 @@ def stage_flops(
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """The cost of sampling one image: how often a network is evaluated, the guidance's weak network
-    included, and the FLOPs."""
+    """The cost of sampling one image: the number of calls of networks, those of a second network of
+    guidance included, and the FLOPs."""
 
     evaluations: int
     flops: int
@@ -86,7 +86,8 @@ def count_sampling(
     the network.
 
     `generate` runs with networks that compute nothing and count their calls, so guidance costs
-    nothing at the noise levels where it is off. `weak` is guidance's weak network.
+    nothing at the noise levels where it is off. `weak` is the second network of a guidance that has
+    one.
     """
     calls: list[int] = []
 
@@ -119,9 +120,9 @@ def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) ->
 def _trace(
     meta: Backbone, batch: int, routes: Routes, backward: bool, loss: Loss | None = None
 ) -> int:
-    """Return the FLOPs of one call of `meta`, a network from `without_data`, on `batch` images.
-    `loss` is called instead of the network if it is given. `backward` adds the gradient. Equal
-    calls are traced once."""
+    """Return the FLOPs of one call of `meta`, a network from `without_data`, on `batch` images with
+    the crossings `routes`. `loss` is called instead of the network if it is given. `backward` adds
+    the gradient. Equal calls are traced once."""
     of = getattr(loss, "key", loss)
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward, of)
     if key in _TRACED and meta.name is not None:  # without a name the options are unknown
@@ -149,7 +150,7 @@ _TRACED: dict[tuple[Any, ...], tuple[int, frozenset[str]]] = {}  # FLOPs, and th
 
 def _kind(crossing: Crossing) -> tuple[Any, ...]:
     """Return a hashable description of what the FLOPs under a `Crossing` depend on: its class and
-    its fields, of tensors only their shapes."""
+    the values of its fields, where a tensor counts by its shape alone."""
     values = [getattr(crossing, field.name) for field in fields(crossing)]
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else repr(v) for v in values]
     return type(crossing), *shapes

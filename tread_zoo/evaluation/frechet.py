@@ -98,7 +98,8 @@ def frechet_distance(generated: Statistics, real: Statistics) -> float:
 
 
 def _clip(values: Tensor) -> Tensor:
-    """Return eigenvalues [D], with negative ones and those below rounding set to 0."""
+    """Return eigenvalues [D]; those that are negative, or too small to tell from rounding, become
+    0."""
     level = len(values) * torch.finfo(torch.float64).eps * values.abs().max()
     return torch.where(values > level, values, torch.zeros_like(values))
 

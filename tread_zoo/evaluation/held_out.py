@@ -1,4 +1,4 @@
-"""The loss on held-out images, with fixed noise and levels: runs can be compared image by image."""
+"""The loss on held-out images. Noise and noise levels are fixed, so runs can be compared."""
 
 import hashlib
 import json
@@ -39,9 +39,9 @@ def held_out_loss(
     num_draws: int = 1,
     batch_size: int = HELD_OUT_IMAGES,
 ) -> tuple[float, list[float]] | None:
-    """Return the mean loss without routing on held-out images, and a list of four means: of the
-    quarter of losses at the lowest noise levels, and so on up to the highest. Return None without
-    held-out images.
+    """Return the mean loss on held-out images, without routing, and a list of means over quarters
+    of all losses: the quarter with the lowest noise levels first, the highest last. Return None
+    without held-out images.
 
     Each image is noised `num_draws` times. Levels and noise depend only on the seed, so steps and
     networks can be compared. `precision` is a resolved one, see `tread_zoo.runtime`.
@@ -97,6 +97,7 @@ def held_out_record(
 
 
 def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, ...]:
-    """Return `count` items of a data set as stored [n, …], with labels [n] or contexts [n, T, S].
-    The items are evenly spaced, because the first of a sorted data set have few classes."""
+    """Return `count` items of a data set, or all if it has fewer: images as stored [n, …], and
+    labels [n] or contexts [n, T, S], T embeddings of width S. They are evenly spaced, because the
+    first items of a sorted data set have few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

@@ -29,14 +29,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size. `read` takes a range of indices with step 1. It returns uint8 [B,C,H,W]
-    on the CPU, and labels [B] or None."""
+    """Images of one size, which are read in batches.
 
-    name: str  # for records
-    shape: tuple[int, ...]  # C, H, W
+    Args:
+        name: name for records.
+        shape: C, H, W.
+        count: N.
+        read: a function of a range of indices with step 1. It returns these images, uint8 [B,C,H,W]
+            on the CPU, and their labels [B] or None.
+        num_classes: number of classes; 0 without labels.
+    """
+
+    name: str
+    shape: tuple[int, ...]
     count: int
     read: Callable[[range], tuple[Tensor, Tensor | None]]
-    num_classes: int = 0  # 0 without labels
+    num_classes: int = 0
 
     def __len__(self) -> int:
         return self.count
@@ -72,8 +80,9 @@ def part_images(
     count: int | None = None,
     device: torch.device | None = None,
 ) -> Images:
-    """Return `count` evenly spaced images (None: all) of `part`, a split of `data`. Latents are
-    decoded on `device`, by default the CPU. Corrupt items are replaced, as in training."""
+    """Return `count` evenly spaced images (None: all) of `part`, a split of `data`; `name` is the
+    split's name for records. Latents are decoded on `device`, by default the CPU. Corrupt items are
+    replaced by others, as in training."""
     place, codec = device or torch.device("cpu"), data.codec
     numbers = evenly_spaced(len(part), count)  # type: ignore[arg-type]
 
@@ -89,7 +98,8 @@ def part_images(
 
 def _open_folder(folder: Path, field: str) -> Images:
     """Return the pictures of a folder and its sub-folders, sorted by name. Transparency becomes
-    white; the images have one channel if all are grey."""
+    white; the images have one channel if all are grey. Errors name `field`, the setting with the
+    folder."""
     from PIL import ExifTags, Image
 
     files = sorted(picture_files(folder, field))
@@ -118,7 +128,8 @@ def _open_folder(folder: Path, field: str) -> Images:
 
 def _open_npz(file: Path, field: str) -> Images:
     """Return the images of an .npz file in ADM's format: `arr_0` uint8 [N,H,W,C] and perhaps labels
-    `arr_1` [N]. The file is never unpacked as a whole."""
+    `arr_1` [N]. The file is never unpacked as a whole. Errors name `field`, the setting with the
+    file."""
     where = f"{field}={str(file)!r}"
     with open_npz(file, field) as archive:
         if "arr_0" not in archive.files:
@@ -164,7 +175,8 @@ def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
 
 
 def pixel_shape(data: ImageData, device: torch.device) -> tuple[int, ...]:
-    """Return [C,H,W] of a data set's images; for latents, one is decoded to find out."""
+    """Return [C,H,W] of a data set's images. For latents, one is decoded on `device` to find
+    out."""
     stored = (data.channels, *data.image_size)
     if not data.codec.decoded_by:
         return stored

@@ -37,22 +37,37 @@ _DISTANCES_AT_ONCE = 100_000_000
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features of a set of images, by name; filled on the main process only."""
+    """Features of a set of images, by name; filled on the main process only.
 
-    count: int | None = None  # N; None if a file of statistics does not contain it
-    sha256: str | None = None  # hash over all images, or of a file of statistics
+    Args:
+        count: N; None if a file of statistics does not contain it.
+        sha256: hash over all images, or of a file of statistics.
+        statistics: mean and covariance by name of the features.
+        rows: float32 [N, D] by name of the features.
+        labels: int64 [N], or None.
+    """
+
+    count: int | None = None
+    sha256: str | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
-    rows: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N, D]
-    labels: Tensor | None = None  # int64 [N]
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    labels: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A registered metric with its options; the module's docstring explains the metadata."""
+    """A registered metric with its options. The fields after `uses_real` are explained in the
+    module's docstring.
 
-    options: Mapping[str, Any]  # including the name
-    function: Callable[..., Any]  # with the options bound
-    uses_real: bool  # takes the features of real images
+    Args:
+        options: the options by name, `name` among them.
+        function: the metric's function with the options bound.
+        uses_real: whether the function takes the features of real images.
+    """
+
+    options: Mapping[str, Any]
+    function: Callable[..., Any]
+    uses_real: bool
     features: str = "pooled"
     statistics: bool = False
     extractor: str = "*"
@@ -96,8 +111,9 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
 @register("metric", "sfid", better="lower", statistics=True, features="spatial")
 @register("metric", "fd_dinov2", better="lower", statistics=True, extractor="dinov2-*")
 def frechet(generated: Statistics, real: Statistics) -> float:
-    """Return the Fréchet distance between features: pooled ones (Heusel et al. 2017), Inception's
-    spatial ones (Nash et al. 2021), or DINOv2's (Stein et al. 2023)."""
+    """Return the Fréchet distance between features: pooled ones for fid (Heusel et al. 2017),
+    Inception's spatial ones for sfid (Nash et al. 2021), DINOv2's for fd_dinov2 (Stein et al.
+    2023)."""
     return frechet_distance(generated, real)
 
 
@@ -110,8 +126,8 @@ def kid(
     subset_size: Annotated[int, Field(ge=2)] = 1000,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Return the squared kernel distance with a cubic kernel, and its standard deviation over
-    subsets (Bińkowski et al. 2018). It is unbiased and may be negative.
+    """Return by name the squared kernel distance with a cubic kernel (Bińkowski et al. 2018), and
+    its standard deviation over subsets. The distance is unbiased and may be negative.
 
     Args:
         num_subsets: number of random subsets.

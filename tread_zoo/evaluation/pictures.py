@@ -1,4 +1,4 @@
-"""Pictures to look at: grids of samples, their animation, curves of losses."""
+"""Pictures to look at: grids of samples, animations of such grids, and plots of losses."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ Frame = TypeVar("Frame")
 
 
 def save_png(image: Tensor, path: Path) -> None:
-    """Write one image, uint8 [C, H, W] with 1 or 3 channels."""
+    """Write one image, uint8 [C, H, W] with 1 or 3 channels, as the PNG file `path`."""
     from torchvision.transforms.functional import to_pil_image
 
     with atomic_file(path, alone=False) as stream:
@@ -29,7 +29,7 @@ def save_png(image: Tensor, path: Path) -> None:
 
 
 def save_numbered(images: Tensor, numbers: Iterable[int], folder: Path) -> None:
-    """Write images uint8 [B, C, H, W], image number 7 as 000007.png."""
+    """Write images uint8 [B, C, H, W] to `folder` under their `numbers`, image 7 as 000007.png."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, image in zip(numbers, images, strict=True):
         save_png(image, folder / f"{number:06d}.png")

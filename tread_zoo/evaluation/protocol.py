@@ -15,7 +15,9 @@ def _noted(default: Any = None) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
     """Everything that a score depends on. Scores with equal protocols can be compared. Fields made
-    by `_noted`, such as the step and the precision, may differ."""
+    by `_noted`, such as the step and the precision, may differ. Fields ending in `sha256` are
+    hashes of files or images; `uint8` says how samples became bytes; `nfe` is network evaluations
+    per image."""
 
     metrics: Sequence[Mapping[str, Any]] = ()  # with all options
     extractor: str | None = None  # None if no features were needed

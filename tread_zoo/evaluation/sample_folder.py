@@ -106,8 +106,8 @@ class SampleFolder:
     def finish(
         self, numbers: Sequence[int], labels: Tensor | None, names: Sequence[str] = ()
     ) -> None:
-        """Write samples.npz and the grid from the images saved under `numbers`. `labels` [B] or
-        None go into the file; `names`, the images' classes or prompts, may become titles in the
+        """Write samples.npz and the grid from the images saved under `numbers`. `labels` [B] are
+        stored, too, unless None; `names`, the images' classes or prompts, may become titles in the
         grid."""
         pictures = (np.asarray(Image.open(self._picture(number))) for number in numbers)
         images = np.stack([p if p.ndim == 3 else p[..., None] for p in pictures])
@@ -115,7 +115,8 @@ class SampleFolder:
         save_grid(torch.from_numpy(images[:GRID_IMAGES]).permute(0, 3, 1, 2), self.grid_path, names)
 
     def save_latents(self, numbers: Sequence[int], latents: Tensor, labels: Tensor | None) -> None:
-        """Write latents, float [B,C,h,w], with their numbers and labels [B] or None."""
+        """Write latents, float [B,C,h,w], to latents.npz, with their numbers and, unless None,
+        labels [B]."""
         self._save_arrays("latents.npz", numbers, latents.numpy(), labels)
 
     def _picture(self, number: int) -> Path:

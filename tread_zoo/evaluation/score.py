@@ -44,13 +44,21 @@ _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 @dataclass(frozen=True)
 class Reference:
-    """The real images that scores compare with, statistics of their features, or both."""
+    """The real images that scores compare with, statistics of their features, or both.
 
-    name: str  # for records
+    Args:
+        name: name for records.
+        images: the images, or None.
+        statistics: mean and covariance by name of the features.
+        file: file with the statistics.
+        extractor: name or label of the extractor that the statistics are from.
+    """
+
+    name: str
     images: Images | None
-    statistics: Mapping[str, Statistics] = field(default_factory=dict)  # by name of the features
-    file: Path = Path()  # file with the statistics
-    extractor: str = INCEPTION  # extractor that the statistics are from
+    statistics: Mapping[str, Statistics] = field(default_factory=dict)
+    file: Path = Path()
+    extractor: str = INCEPTION
 
     def statistics_of(self, extractor: Extractor) -> Mapping[str, Statistics]:
         """Return the stored statistics if they are from this extractor, else an empty mapping."""
@@ -88,7 +96,8 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
 
 
 def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> None:
-    """Write an .npz of statistics for `open_reference`, atomically."""
+    """Write the statistics in `features`, computed by `extractor`, to an .npz file for
+    `open_reference`, atomically."""
     arrays: dict[str, Any] = {"extractor": extractor.label, "num_images": features.count}
     arrays["images_sha256"] = features.sha256
     for name, statistics in features.statistics.items():
@@ -103,13 +112,21 @@ def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics, extractor and reference of a score."""
+    """The metrics, extractor and reference of a score.
+
+    Args:
+        metrics: the metrics to compute.
+        extractor: the feature extractor; None if no features are needed.
+        reference: the real images, or their statistics.
+        not_scored: which metrics are left out, and why; "" for none.
+        auto: leave out metrics that do not fit, instead of raising an error.
+    """
 
     metrics: tuple[Metric, ...]
-    extractor: Extractor | None  # None if no features are needed
+    extractor: Extractor | None
     reference: Reference
-    not_scored: str = ""  # which metrics are left out, and why
-    auto: bool = False  # leave out metrics that do not fit, instead of raising
+    not_scored: str = ""
+    auto: bool = False
 
     def fit(self, count: int, shape: tuple[int, ...], num_classes: int) -> "Evaluation":
         """Return this evaluation, checked for `count` images of `shape` [C,H,W] with `num_classes`
@@ -163,10 +180,15 @@ class Evaluation:
         cache: dict[str, Any] | None = None,
         **metadata: Any,
     ) -> dict[str, Any]:
-        """Return the record that `score` returns for `images`; `real` has the scores of `held_out`.
+        """Return the record of `images` that `score` returns; `real` has the scores of `held_out`.
 
-        `cache` keeps the reference's features and `real` for the next call, as neither depends on
-        `images`. `metadata` are further fields of `Protocol`.
+        Args:
+            images, held_out: the images to score, and real ones to score for comparison.
+            batch_size: images per batch.
+            device: where the extractor runs, if that is a CUDA device; else it runs on the CPU.
+            cache: keeps the reference's features and `real`, which do not depend on `images`, for
+                later calls.
+            metadata: further fields of `Protocol`.
         """
         cache = {} if cache is None else cache
         extractor, metrics, network = self.extractor, self.metrics, None
@@ -269,9 +291,9 @@ def extract(
     rows: Collection[str] = (),
     batch_size: int,
 ) -> FeatureSet:
-    """Return features of all images: mean and covariance of those named in `statistics`, and all
-    rows, one per image, of those named in `rows`. Only one batch of images is in memory at a
-    time."""
+    """Return features of all images, computed by `network` (from `Extractor.load`): mean and
+    covariance of those named in `statistics`, and all rows, one per image, of those named in
+    `rows`. Only one batch of images is in memory at a time."""
     rank, world = rank_and_number()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
@@ -326,7 +348,8 @@ def _values(
 
 
 def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_classes: int) -> str:
-    """Return why a metric does not fit the extractor, the labels or the reference, or ""."""
+    """Return why a metric does not fit the extractor, the reference, or labels of `num_classes`
+    classes; "" if it fits."""
     if not fnmatch.fnmatchcase(extractor.name, metric.extractor):
         return f"is for {metric.extractor}: set evaluation.extractor to one, not {extractor.name}"
     if metric.features not in extractor.sizes:
@@ -350,7 +373,7 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_clas
 
 
 def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str:
-    """Return why a metric is not defined for `count` images of the set `name`, or ""."""
+    """Return why a metric is not defined for `count` images of the set `name`; "" if it is."""
     parts, neighbors = (metric.options.get(field, 0) for field in ("num_parts", "num_neighbors"))
     least = max(metric.min_images, parts, neighbors + 1)
     if count < least:
@@ -369,8 +392,8 @@ def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str
 
 @contextmanager
 def distributed(device: torch.device) -> Iterator[bool]:
-    """Connect the processes that a launcher started, if there are several; yield whether this is
-    rank 0."""
+    """Connect the processes that a launcher started to compute on `device`, if there are several;
+    yield whether this is rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
@@ -382,7 +405,7 @@ def distributed(device: torch.device) -> Iterator[bool]:
 
 
 def _gather(part: Any) -> list[Any]:
-    """Return a list of what each rank passes as `part`, on rank 0; [] on the others."""
+    """Return on rank 0 a list of the values that the ranks pass as `part`; on other ranks, []."""
     rank, world = rank_and_number()
     if world == 1:
         return [part]

@@ -40,7 +40,14 @@ LABEL_TABLE = "label_embed.table.weight"
 
 @dataclass(frozen=True)
 class Imported:
-    """The checkpoint that an import wrote, its network, and notes for the user."""
+    """The checkpoint that an import wrote, and notes for the user.
+
+    Args:
+        path: the checkpoint's folder.
+        backbone, config: registered name and options of the network.
+        num_parameters: number of the network's parameters.
+        notes: one text each.
+    """
 
     path: Path
     backbone: str
@@ -161,8 +168,9 @@ def _convert(
 
 
 def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
-    """Return our network for the constructor's `keywords`, on the meta device. It gets the name of
-    the preset that has these sizes or, if there is none, of the smallest preset."""
+    """Return our network for a format, on the meta device; `keywords` are its constructor's. It
+    gets the name of the preset that has these sizes or, if there is none, of the smallest
+    preset."""
     name = f"{form.backbone}_tiny"
     names = list_backbones(f"{form.backbone}_*")
     for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
@@ -194,8 +202,8 @@ def _check_format(theirs: Tensors, name: str) -> None:
 
 def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: bool) -> list[str]:
     """Return the names in `theirs`, the file's tensors, that are not in `wanted`. Raises
-    CheckpointError if wanted names are missing, or if there are others and `drop_unknown` is
-    false."""
+    CheckpointError if a wanted name is missing, or if there are names that are not wanted and
+    `drop_unknown` is false."""
     missing, unknown = sorted(wanted - theirs.keys()), sorted(theirs.keys() - wanted)
     if missing or (unknown and not drop_unknown):
         raise CheckpointError(

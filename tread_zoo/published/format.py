@@ -38,12 +38,14 @@ def join(*tensors: Tensor) -> Tensor:
 
 
 def flatten_patches(weight: Tensor) -> Tensor:
-    """Return a patch convolution's weight for a linear layer: [D, C, p, p] -> [D, C p p]."""
+    """Return the weight of a convolution over p x p patches as that of a linear layer: [D, C, p, p]
+    -> [D, C p p]."""
     return weight.flatten(1)
 
 
 def flatten_taps(*weights: Tensor) -> Tensor:
-    """Return the weights of depthwise convolutions, concatenated: [I, 1, W], … -> [n I, W]."""
+    """Return the weights of n depthwise convolutions of I channels and W taps, concatenated: [I, 1,
+    W], … -> [n I, W]."""
     return torch.cat(weights).squeeze(1)
 
 
@@ -52,7 +54,7 @@ def stack(*tensors: Tensor) -> Tensor:
 
 
 def stack_flat(*tensors: Tensor) -> Tensor:
-    """Return vectors stacked as rows; axes of length 1 go: [1, 1, D], … -> [n, D]."""
+    """Return n vectors as the rows of a matrix; axes of length 1 go: [1, 1, D], … -> [n, D]."""
     return torch.stack(tensors).flatten(1)
 
 
@@ -75,7 +77,8 @@ _INVERSES: dict[TensorRule, Callable[[Tensor, int, int], Sequence[Tensor]]] = {
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """The checkpoint format of one project. "Their" and "our" are explained atop the module.
+    """The checkpoint format of one project. "Their" tensors are those in the project's file, "our"
+    tensors those of our network.
 
     Args:
         project: owner/name on GitHub.

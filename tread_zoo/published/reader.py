@@ -25,7 +25,7 @@ _NAMES_SHOWN = 20
 
 def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
     """Return the networks in `file`, as tensors by name under `ema` and `model`, and the training
-    step.
+    step, 0 if the file has none.
 
     A file that is a single network counts as `ema`, which is what projects publish. Prefixes from
     wrappers are removed from the tensors' names, and so is `model.` if all names have it. Raises
@@ -110,8 +110,8 @@ def _is_network(value: Any) -> bool:
 
 
 def _plainly_named(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the tensors under plain names, without those of wrappers and without `model.` in
-    front, if all have it."""
+    """Return the tensors under names without what wrappers such as DDP insert, and without the
+    prefix `model.` if all names have it."""
     plain = {
         ".".join(part for part in name.split(".") if part not in _WRAPPERS): tensor
         for name, tensor in tensors.items()

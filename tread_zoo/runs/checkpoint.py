@@ -5,7 +5,7 @@
         ema.safetensors         averaged weights, used for samples and scores
         ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
         ema_0.1.safetensors     which are also saved in <run>/ema_snapshots/step_…
-        alignment.safetensors   weights that an alignment trains, if there is one
+        alignment.safetensors   weights of the loss `alignment`, if it has any
         optimizer.safetensors   state of the optimizer, keys `<parameter>|<name>`
         checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
                                 and of the metadata itself
@@ -73,8 +73,9 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that saved it, or a pushed network's own folder. For a network that
-        comes with the package it is `runs/<name>`, so that the package stays unchanged."""
+        """The folder of the run that saved this checkpoint, or a pushed network's own folder. For a
+        network that comes with the package it is `runs/<name>`, so that the package stays
+        unchanged."""
         if self.path.parent == PRETRAINED:
             return Path("runs") / self.path.name
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
@@ -85,15 +86,15 @@ class Checkpoint:
         return dict(self.meta.get("data", {}))
 
     def config(self) -> RunConfig:
-        """Return the configuration of the run; the plug-ins must be loaded."""
+        """Return the configuration of the run; the plug-ins that it needs must be loaded."""
         check_plugins(self.meta["plugins"], str(self.path))
         with as_checkpoint_error(self.path, "has settings that this version cannot use"):
             # The package of its tracker may be missing here.
             return make_config(**{**self.meta["config"], "tracker": "local"})
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Return the tensors `part` on the CPU: the weights `model`, `ema` or `ema:<width>`, or the
-        state `optimizer`.
+        """Return on the CPU one of the checkpoint's sets of tensors: the weights `model`, `ema` or
+        `ema:<width>`, or the state `optimizer`.
 
         Raises:
             CheckpointError: the checkpoint has no such part; an imported one may only have `ema`.
@@ -118,8 +119,8 @@ class Checkpoint:
         return read_tensors(self.path, f"{part}.safetensors")
 
     def _average_of(self, width: float) -> dict[str, Tensor]:
-        """Return averaged weights of a relative width, from this checkpoint and the run's snapshots
-        before it."""
+        """Return averaged weights of a relative `width` (see `posthoc_ema`), computed from this
+        checkpoint and the run's snapshots before it."""
         folders = {_step(path): path for path in _folders(self.run_dir / SNAPSHOTS)}
         folders = {step: path for step, path in folders.items() if step < self.step}
         folders[self.step] = self.path
@@ -228,7 +229,7 @@ def delete_later_checkpoints(run_dir: Path, step: int) -> None:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Return whether the run has any checkpoint."""
+    """Return whether the folder of a run has any checkpoint."""
     return bool(_folders(run_dir / "checkpoints"))
 
 
@@ -274,11 +275,11 @@ def data_metadata(data: ImageData) -> dict[str, Any]:
 
 
 def check_same_data(checkpoint: Checkpoint, given: dict[str, Any], *, images: bool = False) -> None:
-    """Check that the data match the checkpoint's. Otherwise, other classes or another normalisation
-    under the same path would go unnoticed.
+    """Check that the data are those of the checkpoint. Without this check, other classes or another
+    normalisation under the same path would go unnoticed.
 
     Args:
-        given: metadata from `data_metadata`.
+        given: metadata of the data, from `data_metadata`.
         images: also compare a sample of the images, if both have hashes.
 
     Raises:
@@ -347,7 +348,8 @@ def _step(path: Path) -> int:
 
 
 def _put_aside(path: Path) -> None:
-    """Rename a checkpoint before its files are deleted, because deleting takes a while."""
+    """Rename a checkpoint before its files are deleted, because deleting takes a while and an
+    interruption must not leave half of it."""
     os.rename(path, path.with_name(f".removed_{path.name}"))
 
 

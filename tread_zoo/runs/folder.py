@@ -42,7 +42,8 @@ STATE = "data", "images_per_step", "seconds", "optimizer", "scaler"  # in checkp
 def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None]:
     """Return the configuration of a run, and the checkpoint that it continues from or None.
 
-    `fields` are the given settings. A run that continues keeps all others. Nothing is written.
+    `fields` are the given settings. A run that continues keeps its other settings. Nothing is
+    written.
 
     Raises:
         ValueError: the folder contains files that may not be replaced, or the checkpoint is past
@@ -95,7 +96,7 @@ def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     """Return the settings of a run: `saved`, changed by `given`.
 
     If `given` names another backbone, sampler or the like, the saved options of the earlier one are
-    dropped. A number of steps or learning rate of `auto` leaves the saved value.
+    dropped. `auto` as the number of steps or the learning rate keeps the saved number.
     """
     merged = dict(saved)
     for field, value in given.items():
@@ -135,7 +136,8 @@ def _check_free(config: RunConfig) -> None:
 
 @contextmanager
 def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Callable[[], Path]]:
-    """Lock the run's folder for the main process; with `overwrite`, move an earlier run aside.
+    """Lock the run's folder for the main process. If `config.overwrite` is set, move an earlier run
+    aside.
 
     Yields:
         A function that returns the folder, and raises `ValueError` if the locked folder was removed

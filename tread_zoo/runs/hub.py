@@ -53,8 +53,8 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
 
 
 def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
-    """Return a backbone with its weights, on the CPU, in eval mode. From a run, the weights are the
-    averaged ones.
+    """Return a backbone with its weights, on the CPU, in eval mode. From a run or a checkpoint, the
+    weights are the averaged ones.
 
     Args:
         path: a folder from `save_pretrained` or tread-zoo push, a run's folder (its newest
@@ -106,8 +106,8 @@ def find_folder(path: Path, *, revision: str | None = None, into: Path | None = 
         into: where a download goes; None: the hub's cache.
 
     Raises:
-        OSError: the download fails, or `path` is none of these. A path that begins with `runs/`, or
-            whose `user` is a local folder, is not taken for a name on the hub.
+        OSError: the download fails, or there is no such network. A path that begins with `runs/`,
+            or whose `user` is a local folder, is not taken for a name on the hub.
     """
     repo, ours = path.as_posix(), list_backbones(pretrained=True)
     if path.exists():

@@ -58,8 +58,8 @@ def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
 
 
 def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
-    """Return the checkpoint that `init_from` names. If the run is resumed and its own checkpoint
-    was started by the same `init_from`, return its own. `run_dir` is the run's folder."""
+    """Return the checkpoint that `init_from` names; or, if the run is resumed, the checkpoint that
+    it resumes from, if that began with the same `init_from`. `run_dir` is the run's folder."""
     place, resume = fields["init_from"], fields.get("resume")
     if resume is not None:
         folder = Path(run_dir if resume in ("latest", "auto") else resume)
@@ -122,9 +122,9 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
 
 
 def _check_body(source: Checkpoint, backbone: Backbone) -> None:
-    """Raise a `CheckpointError`, which names the options that differ, unless the checkpoint's
-    network has the shapes of this one. Only shapes that depend on the condition or on the number of
-    outputs may differ."""
+    """Raise a `CheckpointError` unless the checkpoint's network has the shapes of `backbone`. Only
+    shapes that depend on the condition or on the number of outputs may differ. The error names the
+    options that differ."""
     described, config = source.meta["backbone"], backbone.config
     ends = {
         "num_classes": backbone.num_classes,

@@ -31,8 +31,8 @@ _RENAMED = (
 
 
 def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return today's routing method and its options for the options `old`, which may be those of an
-    earlier version.
+    """Return today's routing method, as its name and options, for the options `old`, which an
+    earlier version may have saved.
 
     Raises:
         ValueError: an option in use has no counterpart today.
@@ -83,8 +83,8 @@ def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove_options(options: dict[str, Any], name: str) -> None:
-    """Remove options that no longer exist and had no effect from the options of a backbone or
-    routing method. `name` is its name."""
+    """Remove from the `options` of a backbone or routing method those that no longer exist and had
+    no effect. `name` is the name of the backbone or method."""
     for beginning, removed in _REMOVED.items():
         for option, usual in removed.items() if name.startswith(beginning) else ():
             if options.get(option) == usual:

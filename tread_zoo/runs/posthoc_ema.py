@@ -17,7 +17,8 @@ LARGEST_MISFIT = 0.1
 
 
 def width_to_exponent(width: float) -> float:
-    """Return the exponent p of the profile that has a width: width^2 = p / ((p + 1)^2 (p + 2)).
+    """Return the exponent p of the profile (see the module) of a relative `width`, which is the
+    root of width^2 = p / ((p + 1)^2 (p + 2)).
 
     Raises:
         ValueError: the width is not between 0 and 0.288; the mean over all steps has 0.288 (p = 1).
@@ -63,8 +64,8 @@ def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
 
 
 def _inner(t_a: Any, p_a: Any, t_b: Any, p_b: Any) -> Any:
-    """Return the integral over time of the product of two profiles, a and b, which end at times t_a
-    and t_b and have the exponents p_a and p_b."""
+    """Return the integral over time of the product of two profiles, a and b, which end at the times
+    t_a and t_b and have the exponents p_a and p_b; arrays are broadcast."""
     early, late = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
     p_late = np.where(t_a <= t_b, p_b, p_a)
     return p_a * p_b / (p_a + p_b - 1) * (early / late) ** (p_late - 1) / late

@@ -32,7 +32,8 @@ from tread_zoo.runtime import (
 
 @dataclass(frozen=True)
 class Restored:
-    """A trained backbone on its device, with its objective and its run's settings."""
+    """A trained backbone on its device, with its objective, its run's settings, and the precision
+    in which it computes."""
 
     checkpoint: Checkpoint
     backbone: Backbone
@@ -82,8 +83,8 @@ class Restored:
         return method
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
-        """Return the weak network of the guidance in `options`, on this network's device; None if
-        it has none."""
+        """Return the second network of the guidance in `options`, which makes the weak prediction,
+        on this network's device; None if the guidance has none."""
         weak = load_weak(options, self.backbone, self.objective)
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
@@ -93,8 +94,8 @@ class Restored:
         return tuple(self.checkpoint.data.get("class_names", ()))
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
-        """Return the training data, with the options of `data` in `changes`. Raises CheckpointError
-        if they do not match the checkpoint's data."""
+        """Return the training data. `changes` replace options of the run's `data`. Raises
+        CheckpointError if the data do not match the checkpoint's."""
         if not self.checkpoint.data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported and names no data to compare with. Sample "
@@ -179,8 +180,9 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one.
-    Raises ValueError if it predicts another quantity, or other images, than `backbone`."""
+    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None if it has none.
+    Raises ValueError if that network predicts another quantity, or other images, than
+    `backbone`."""
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None
@@ -190,9 +192,9 @@ def load_weak(
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options `part` of a sampler or of guidance, with all `changes` that are not None.
-    `kind` is sampler or guidance. If `changes` name another one than `part`, options of `part` that
-    the other one does not have are left out."""
+    """Return the options `part` of a sampler or guidance (`kind` says which), changed by all
+    `changes` that are not None. If these name another sampler or guidance, options of `part` that
+    it does not have are left out."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

@@ -31,6 +31,7 @@ def build_network(
     metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
 ) -> Backbone:
     """Return the backbone that `metadata` describe, with the weights `tensors`, in eval mode.
+    Errors name `path`, the checkpoint.
 
     Raises:
         CheckpointError: the weights do not fit the backbone, or are not finite.
@@ -59,8 +60,8 @@ def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor], path: Path) 
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise a `CheckpointError` if any weight of the checkpoint at `path` is NaN or infinite: its
-    images would be, too."""
+    """Raise a `CheckpointError` if any weight of the checkpoint at `path` is NaN or infinite,
+    because sampled images would be, too."""
     broken = [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()]
     if broken:
         more = ", …" if len(broken) > _MOST_NAMED else ""
