@@ -27,8 +27,8 @@ from tread_zoo.registry import register_backbone
 
 
 class DiTBlock(AdaLNBlock):
-    """An `AdaLNBlock` with attention. It has the attention's layers as its own, without a `mixer`
-    between, so that their names are those of DiT's checkpoints."""
+    """An `AdaLNBlock` with attention. The attention's layers are attributes of the block, not of a
+    `mixer` in it, so that the weights are named as in DiT's checkpoints."""
 
     def set_mixer(self, mixer: Mixer) -> None:
         self.qkv, self.proj = mixer.get_submodule("qkv"), mixer.get_submodule("proj")
@@ -36,14 +36,14 @@ class DiTBlock(AdaLNBlock):
         self.fused_rows |= mixer.fused_rows  # type: ignore[arg-type]
 
     def prepare(self, layout: Layout) -> None:
-        """Return None: attention needs nothing from the layout."""
+        """Return None: this attention does not depend on where the tokens are."""
 
     def mix(self, x: Tensor, prepared: None, values: Streams) -> tuple[Tensor, None]:
         return self_attention(x, self.qkv, self.proj, self.num_heads), None
 
 
 class DiT(AdaLNBackbone):
-    """DiT: attention in the shell of adaLN-Zero (Peebles and Xie 2022, arXiv 2212.09748)."""
+    """DiT: attention and MLPs, with adaLN-Zero (Peebles and Xie 2022, arXiv 2212.09748)."""
 
     mixer, block = Attention, DiTBlock
 
@@ -56,43 +56,43 @@ class LightningDiT(LightningBackbone):
 
 
 class Mamba(ScanBackbone):
-    """Selective scans in both directions in the shell of DiS (arXiv 2402.05608)."""
+    """DiS (arXiv 2402.05608): selective scans in both directions, and long skips."""
 
     mixer = SelectiveScan
 
 
 class Mamba2(ScanBackbone):
-    """State-space duals in both directions (arXiv 2405.21060) in the shell of DiS."""
+    """DiS with state-space duals in both directions (arXiv 2405.21060) as its scans."""
 
     mixer = BidirectionalSSD
 
 
 class LinearDiT(LightningBackbone):
-    """Linear attention without order (SANA's, arXiv 2410.10629) in the shell of LightningDiT."""
+    """LightningDiT with linear attention without order, SANA's (arXiv 2410.10629)."""
 
     mixer = LinearAttention
 
 
 class GLA(LightningBackbone):
-    """Gated linear attention in both directions (arXiv 2312.06635) in the shell of LightningDiT."""
+    """LightningDiT with gated linear attention in both directions (arXiv 2312.06635)."""
 
     mixer = BidirectionalGLA
 
 
 class GatedDeltaNet(LightningBackbone):
-    """The gated delta rule in both directions (arXiv 2412.06464) in the shell of LightningDiT."""
+    """LightningDiT with the gated delta rule in both directions (arXiv 2412.06464)."""
 
     mixer = BidirectionalDelta
 
 
 class KDA(LightningBackbone):
-    """Kimi Delta Attention in both directions (arXiv 2510.26692) in the shell of LightningDiT."""
+    """LightningDiT with Kimi Delta Attention in both directions (arXiv 2510.26692)."""
 
     mixer = KimiDelta
 
 
 class RWKV7(LightningBackbone):
-    """RWKV-7's time and channel mixes (arXiv 2503.14456) in the shell of LightningDiT."""
+    """LightningDiT with RWKV-7's time mix and channel mix in its blocks (arXiv 2503.14456)."""
 
     mixer, mlp = TimeMix, ChannelMix
 

@@ -111,7 +111,8 @@ class Condition(NamedTuple):
     """What `embed` hands on to the blocks and the head.
 
     Args:
-        of_lists: keyword arguments for the blocks, by the name of the blocks' list.
+        of_lists: for each list of blocks, by its name (such as transformer_blocks), the keyword
+            arguments of its blocks.
         of_network: keyword arguments for the class's own forward.
     """
 
@@ -130,7 +131,7 @@ class _Pass:
     Args:
         lists: names of the class's lists of blocks, in order.
         joint: see `Kind`.
-        end: what the last list returns, by argument name; None: the pass ends at that list.
+        end: {argument name: tokens} that the last list returns; None: the pass ends at that list.
     """
 
     def __init__(self, lists: list[str], joint: bool, end: Mapping[str, Tensor] | None) -> None:
@@ -140,7 +141,7 @@ class _Pass:
     def run(self, index: None, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the tokens that come out of a list of blocks: `end` for the last list, otherwise
         the tokens that went in. A `Call`, the stand-in for the list, calls this with the list's
-        arguments.
+        arguments; `index` and `block` are not used.
 
         Raises:
             _Stopped: this is the last list, and `end` is None.
@@ -160,7 +161,7 @@ class Diffusers(Backbone):
     """A transformer class of diffusers, trained from scratch; label embeddings replace text.
 
     Args:
-        input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
+        input_size, in_channels, num_classes: see `Backbone`, as for patch_size and learn_sigma.
         cls: name of the class in diffusers.
         config: configuration of the class; the defaults make 12 blocks of width 64.
         num_class_tokens: T, the number of text tokens per label.
@@ -246,8 +247,8 @@ class Diffusers(Backbone):
             attention.add_q_proj, attention.norm_added_q = nn.Identity(), None
 
     def arguments(self, x: Tensor, t: Tensor, y: Tensor | None) -> dict[str, Any]:
-        """Return the keyword arguments of the class's own forward for images x, times t [B] and
-        labels y [B]; None stands for null labels."""
+        """Return the keyword arguments of the class's own forward for images x [B, C, H, W], times
+        t [B] and labels y [B]; y = None means the null label for all."""
         kind, batch, device = self.kind, len(x), x.device
         labels = torch.full((batch,), self.null_label, device=device) if y is None else y
         given: dict[str, Any] = {"hidden_states": x, "timestep": kind.time_scale * t}
@@ -270,8 +271,9 @@ class Diffusers(Backbone):
     def _run(self, arguments: Mapping[str, Any], end: Mapping[str, Any] | None) -> Any:
         """Run the class's forward on `arguments`, without its blocks.
 
-        Return the output that follows if the blocks return the tokens `end`, by argument name. If
-        `end` is None, return the arguments of each list's first block, by the list's name.
+        Return the output that the forward computes if its blocks return the tokens in `end`,
+        {argument name: tokens}. If `end` is None, return {name of a list of blocks: arguments of
+        its first block}.
         """
         first = {name: self.blocks[at] for at, (name, i) in enumerate(self.place_of) if i == 0}
         run: Any = _Pass(list(first), self.kind.joint, end)
@@ -299,8 +301,9 @@ class Diffusers(Backbone):
         return (tokens,), Condition(of_lists, arguments)
 
     def _tokens(self, stream: Tensor) -> dict[str, Tensor]:
-        """Return the text and image tokens in `stream` [B, T + K, D] by the names of the blocks'
-        arguments. Text that the blocks do not change is not in the stream."""
+        """Return {name of the blocks' argument: tokens} for the image tokens in `stream`, and for
+        the text tokens if the blocks change them. The stream is then [B, T + K, D], T text tokens
+        before K image tokens, else [B, K, D]."""
         text, tokens = stream.tensor_split([self.num_extra_tokens], dim=1)
         named = {"hidden_states": tokens}
         return {**named, "encoder_hidden_states": text} if self.kind.joint else named
@@ -330,8 +333,8 @@ class Diffusers(Backbone):
         return out
 
     def to_diffusers(self) -> Any:
-        """Return an instance of the class in diffusers with these weights, for its
-        `save_pretrained`; the label embeddings are left out."""
+        """Return an instance of the class in diffusers with this network's weights, except the
+        label embeddings. Its `save_pretrained` writes them in diffusers' format."""
         network, state = _class(self.cls)(**self.class_config), dict(self.network.state_dict())
         for (name, i), block in zip(self.place_of, self.blocks, strict=True):
             state |= {f"{name}.{i}.{key}": value for key, value in block.state_dict().items()}
@@ -340,8 +343,9 @@ class Diffusers(Backbone):
 
 
 def _rows(table: Any, layout: Layout) -> Any:
-    """Return a position table cut to the tokens present. The table is a tuple of tensors
-    [E + N, ...] shared by all images, or one tensor [B, 1, E + N, ...]."""
+    """Return a position table, cut to the tokens that are present in `layout`. The table has rows
+    for E extra tokens and the N tokens of the grid: it is a tuple of tensors [E + N, ...] that all
+    images share, or one tensor [B, 1, E + N, ...]."""
     assert layout.ids is not None
     rows = sequence(layout.ids, layout.num_tokens, layout.num_extra, layout.num_extra)
     if isinstance(table, tuple):
@@ -350,7 +354,8 @@ def _rows(table: Any, layout: Layout) -> Any:
 
 
 def _class(name: str) -> Any:
-    """Return a class of diffusers. Raises ValueError if there is none."""
+    """Return the class of diffusers with this name. Raises ValueError if diffusers is not installed
+    or is too old."""
     try:
         import diffusers
     except ImportError as error:

@@ -45,7 +45,8 @@ def find_mixer(name: str) -> type[Mixer]:
 
 
 def read_pattern(pattern: Pattern) -> list[tuple[type[Mixer], dict[str, Any]]]:
-    """Return the class of the mixer and its options for each block of one period of `pattern`.
+    """Return (class of the mixer, its options by name) for each block of `pattern`, which the
+    network repeats up to its depth; `Hybrid` explains patterns.
 
     Raises:
         ValueError: a name or option is unknown, or a value or number of blocks is wrong.
@@ -78,7 +79,7 @@ CheckedPattern = Annotated[Pattern, AfterValidator(_check_pattern)]
 
 
 class Hybrid(LightningBackbone):
-    """Blocks of LightningDiT whose mixers follow a pattern, such as delta rules and some attention.
+    """LightningDiT with different mixers in its blocks, such as delta rules and some attention.
 
     Args:
         pattern: mixers and their numbers of blocks, as in gated_deltanet:3,attention:1, or a list
@@ -102,7 +103,8 @@ class Hybrid(LightningBackbone):
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return ("backbone", name) for each backbone whose mixer the option `pattern` names."""
+        """Return ("backbone", name) for each registered backbone whose mixer is named by the entry
+        `pattern` of this backbone's `options`."""
         pattern = options.get("pattern", "")
         parts = pattern.split(",") if isinstance(pattern, str) else [p["name"] for p in pattern]
         names = [part.partition(":")[0].strip() for part in parts]

@@ -14,7 +14,7 @@ class GeluMLP(Mlp):
 
     Args:
         hidden_size: D.
-        mlp_ratio: inner width over D.
+        mlp_ratio: inner width divided by D.
     """
 
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
@@ -29,8 +29,8 @@ class SwiGLU(nn.Module):
 
     Args:
         hidden_size: D.
-        mlp_ratio: inner width over D of a plain MLP with as many parameters; the inner width here
-            is 2/3 of that MLP's.
+        mlp_ratio: inner width of an MLP without a gate, divided by D. The inner width here is 2/3
+            of it, for equally many parameters.
     """
 
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:

@@ -22,7 +22,8 @@ from tread_zoo.contract.layers import add_gated, join_skip, modulate
 
 
 class RWKVBlock(nn.Module):
-    """Joins x with a long skip, if any, then mixes tokens and channels, gated by the condition."""
+    """Joins x with a long skip, if there is one, then mixes its tokens and its channels. The
+    condition modulates and gates both mixes."""
 
     def __init__(
         self, hidden_size: int, spatial: SpatialMix, channel: ChannelMix, *, has_skip: bool

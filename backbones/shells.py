@@ -29,20 +29,22 @@ The shell of DiS (arXiv 2402.05608):
     delta    = Mixer(RMSNorm(residual))
     out      = AdaLNHead(RMSNorm(residual + delta), SiLU(time + label))
 
-A context [B, T, S] becomes T tokens before all others. In adaLN their mean is also added to c, as
-SD3 (arXiv 2403.03206) modulates by a pooled text, so that the whole text reaches each token at
-once. With `context_as=cross_attention`, the context is not part of the sequence: each block of the
-shells of DiT and LightningDiT attends to it after its mixer, as in PixArt-α (arXiv 2310.00426),
+A context, T embeddings of width S [B, T, S], becomes T tokens before all others. In adaLN the mean
+of these tokens is also added to c, as SD3 (arXiv 2403.03206) modulates by a pooled text, so that
+the whole text reaches each token at once. With `context_as=cross_attention`, the context is not
+part of the sequence: each block of the shells of DiT and LightningDiT attends to it after its
+mixer, as in PixArt-α (arXiv 2310.00426),
 
     x = x + Linear(softmax(q kᵀ / sqrt(Dh)) v),  q = Linear(LN(x)),  k, v = Linear(context)
 
-where the last Linear starts at 0. The mean is added to c as well. PixArt-α uses q = Linear(x)
-without the norm, and adds no mean.
+with heads of size Dh. The last Linear starts at 0. The mean is added to c as well. PixArt-α uses
+q = Linear(x) without the norm, and adds no mean.
 
 What goes from block to block may be several tensors, called streams. In DiS they are delta and
-residual. With mixers that share values (see `Mixer`), a second stream [B, L, V] has these values;
-it is zero until the first of these mixers sets it. Routes keep or drop all streams of a token
-together. If a route contains the mixer that sets the values, they stay zero for bypassed tokens.
+residual. With mixers that share values of width V (see `Mixer`), a second stream [B, L, V] has the
+values; it is zero until the first of these mixers sets it. Routes keep or drop all streams of a
+token together. If a route contains the mixer that sets the values, they stay zero for bypassed
+tokens.
 
 B batch, E extra tokens, K tokens present, N tokens of the full grid, L = E + K, D width.
 """
@@ -79,7 +81,8 @@ from tread_zoo.contract.layers import (
 
 
 class CheckedInit(ABCMeta):
-    """Metaclass that checks constructor arguments and calls `initialize` after all constructors."""
+    """Metaclass that checks the arguments of a constructor call against the class's signature, and
+    calls `initialize` and `add_registers` of the new object when all constructors have run."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         inspect.signature(cls).bind(*args, **keywords)
@@ -90,20 +93,26 @@ class CheckedInit(ABCMeta):
 
 
 class Shell(Backbone, metaclass=CheckedInit):
-    """Base of shells: a subclass with a `mixer` and perhaps an `mlp` is a whole backbone.
+    """Base of shells: a shell is a backbone without its mixer, the layer that mixes tokens.
 
-    A subclass's constructor takes its own keywords and passes **options on.
+    A subclass that sets `mixer`, and perhaps `mlp`, is a whole backbone. The constructor of a
+    subclass takes its own keywords and passes **options on.
 
     Args:
-        input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
+        input_size, in_channels, num_classes: see `Backbone`, as for patch_size and learn_sigma.
         hidden_size: width D of the tokens.
-        time_scale: factor on t in its sinusoidal embedding; 1000 suits noise labels of order 1.
+        time_scale: factor on t before its sinusoidal embedding; 1000 suits noise labels of order 1.
         num_registers: number of learned extra tokens, which routes never drop (arXiv 2309.16588).
         options: options of the mixer and of the MLP.
 
     Class attributes:
         mixer: the class that mixes tokens.
         mlp: the class that mixes channels, called as mlp(x [B, K, D], mixer.prepare(layout)).
+        takes_contexts: see `Backbone`.
+
+    Attributes that subclasses set:
+        positions, label_embed: embeddings of positions and labels.
+        final: the last layers, called as final(tokens, condition) -> patches.
     """
 
     mixer: ClassVar[type[Mixer] | None] = None
@@ -147,8 +156,9 @@ class Shell(Backbone, metaclass=CheckedInit):
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
 
     def make_part(self, part: type[Any], index: int, **options: Any) -> Any:
-        """Return an instance of `part`, the class of a mixer or MLP, for block `index`. It gets the
-        backbone's options that its constructor names; `options` take precedence."""
+        """Return an instance of `part`, the class of a mixer or MLP, for block `index`. Of the
+        backbone's options, replaced by `options` where both have one, its constructor gets those
+        that it names."""
         names = read_keywords(part)
         given = {**self.options, **options, "hidden_size": self.hidden_size}
         given = {"index": index, **given, "grid": self.grid}
@@ -165,7 +175,7 @@ class Shell(Backbone, metaclass=CheckedInit):
         return self.make_part(self.mixer, index)
 
     def initialize(self) -> None:
-        """Set every weight; called once, after all constructors.
+        """Set every weight. This is called once, after all constructors have run.
 
         | parameter | value |
         |---|---|
@@ -205,7 +215,8 @@ def draw_linears(network: nn.Module, draw: Callable[[Tensor], object]) -> None:
 class AdaLNBlock(nn.Module):
     """A mixer, then an MLP, both modulated and gated by the condition (adaLN-Zero).
 
-    Its streams are the tokens and, with mixers that share values, these values (see `Mixer`).
+    A block gets and returns a tuple of streams: the tokens [B, L, D] and, if the mixers of a
+    network share values of width V (see `Mixer`), these values [B, L, V].
     """
 
     def __init__(self, hidden_size: int, mixer: Mixer, mlp: nn.Module) -> None:
@@ -222,16 +233,22 @@ class AdaLNBlock(nn.Module):
         return nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
 
     def set_mixer(self, mixer: Mixer) -> None:
-        """Store the mixer for `prepare` and `mix`."""
+        """Store `mixer`, which `prepare` and `mix` use."""
         self.mixer = mixer
 
     def prepare(self, layout: Layout) -> Any:
-        """Return what the mixer computes from the layout; runs outside of compiled code."""
+        """Return what the mixer computes from `layout`. This is called outside of compiled code."""
         return self.mixer.prepare(layout)
 
     def mix(self, x: Tensor, prepared: Any, values: Streams) -> tuple[Tensor, Tensor | None]:
-        """Return the mixed tokens, and the values if this mixer is the one that sets them, else
-        None. `values` has the values that mixers share; it is empty if they share none."""
+        """Return the mixed tokens [B, L, D], and the shared values if this mixer sets them, else
+        None.
+
+        Args:
+            x: tokens [B, L, D], normalised and modulated.
+            prepared: the result of `prepare`.
+            values: one tensor, the values that mixers share, or none if they share no values.
+        """
         if not self.mixer.value_size:
             return self.mixer(x, prepared), None
         return self.mixer(x, prepared, *values)
@@ -250,7 +267,7 @@ class AdaLNBlock(nn.Module):
 
 
 class LightningBlock(AdaLNBlock):
-    """An `AdaLNBlock` with RMSNorm."""
+    """An `AdaLNBlock` with RMSNorm in place of LayerNorm."""
 
     def make_norm(self, hidden_size: int) -> nn.Module:
         return nn.RMSNorm(hidden_size, eps=1e-6)
@@ -268,8 +285,9 @@ class AdaLNBackbone(Shell):
             divisible by 4.
 
     Class attributes:
-        block: the class of a block, called with (D, mixer, MLP).
-        learned_positions: whether positions are learned or fixed 2-D sines.
+        block: the class of a block, called as block(D, mixer, MLP).
+        learned_positions: True: position embeddings are learned. False: they are 2-D sines.
+        mlp, per_token_time: see `Shell` and `Backbone`.
     """
 
     mlp: ClassVar[type[nn.Module] | None] = GeluMLP
@@ -305,7 +323,7 @@ class AdaLNBackbone(Shell):
         self.final = AdaLNHead(width, self.patch_size, self.out_channels)
 
     def make_block(self, index: int, depth: int) -> nn.Module:
-        """Return block `index` of `depth`."""
+        """Return block `index` of the `depth` blocks."""
         mlp = nn.Identity() if self.mlp is None else self.make_part(self.mlp, index)
         return self.block(self.hidden_size, self.make_mixer(index), mlp)
 
@@ -381,10 +399,10 @@ class LightningBackbone(AdaLNBackbone):
 
 
 class ScanBlock(nn.Module):
-    """A block of DiS: streams (delta, residual) -> the next ones.
+    """A block of DiS: (delta, residual) -> next (delta, residual), all [B, L, D].
 
-    It joins delta with a long skip, if any, and adds it to the residual. The next delta is what the
-    mixer makes of the normalised residual.
+    The next residual is residual + delta, where delta is first joined with a long skip, if there is
+    one. The next delta is the mixer's output for the normalised next residual.
     """
 
     def __init__(self, hidden_size: int, mixer: Mixer, has_skip: bool) -> None:
@@ -406,7 +424,8 @@ class ScanBackbone(Shell):
     """The shell of DiS: blocks with long skips from the first half to the second.
 
     Args:
-        depth: even; there are depth / 2 blocks, a middle one, and depth / 2 that take skips.
+        depth: an even number. There are depth + 1 blocks: depth / 2 that give long skips, one in
+            the middle, and depth / 2 that take them.
         options: options of the mixer and of `Shell`; hidden_size D must be even.
     """
 

@@ -36,7 +36,8 @@ from tread_zoo.contract.layers import (
 
 
 class UViTBlock(nn.Module):
-    """Joins x with a long skip, if any, then adds attention and MLP: [B, L, D] -> [B, L, D]."""
+    """Joins x with a long skip, if there is one, then adds the outputs of attention and of an MLP:
+    [B, L, D] -> [B, L, D]."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float, *, has_skip: bool
@@ -61,15 +62,16 @@ class UViT(Shell):
     """U-ViT (arXiv 2209.12152): attention blocks, with long skips from first to second half.
 
     Args:
-        depth: even; there are depth / 2 blocks, a middle one, and depth / 2 that take skips.
-        num_heads: number of heads, H.
-        mlp_ratio: inner width of the MLP over D.
+        depth: an even number. There are depth + 1 blocks: depth / 2 that give long skips, one in
+            the middle, and depth / 2 that take them.
+        num_heads: number of attention heads.
+        mlp_ratio: inner width of the MLP divided by hidden_size.
         time_mlp: put a two-layer MLP between the sinusoids of t and the time token; the published
             ImageNet networks have none.
         final_conv: end with the 3x3 convolution; the published H/2 has none.
         init_std: standard deviation of initial weights. The published 0.02 suits a width of 512 or
             more; see docs/log.md for narrow networks.
-        options: options of `Shell`; hidden_size D must be even and divisible by `num_heads`.
+        options: options of `Shell`; hidden_size must be even and divisible by num_heads.
     """
 
     default_range = (3, -3)  # contains both blocks of a skip, or neither

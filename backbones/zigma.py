@@ -7,7 +7,7 @@
 
 There are no MLPs and no skips; positions are learned; n itself stays in the sum, as in the authors'
 code. Each layer scans in one direction, along one of eight serpentines (`serpentine8`). Half of
-them run along columns, so the default selector is `blocks`, which keeps neighbours both ways.
+them run along columns, so the default selector is `blocks`: it keeps squares of neighbours.
 
 B batch, K tokens present, D width.
 """
@@ -46,7 +46,8 @@ class ZigMaBlock(nn.Module):
 
 
 class ZigMaHead(nn.Module):
-    """Two norms and a map to patches, unconditioned: [B, N, D] -> [B, N, p * p * C_out]."""
+    """Two norms and a linear map, without a condition, from tokens [B, N, D] to patches of side p
+    and C_out channels [B, N, p * p * C_out]."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class ZigMaHead(nn.Module):
 
 
 class ZigMa(AdaLNBackbone):
-    """ZigMa (arXiv 2403.13802): Mamba along one serpentine per layer, see also `OneWayScan`."""
+    """ZigMa (arXiv 2403.13802): Mamba, in each layer along one of eight serpentine curves."""
 
     mixer, mlp = OneWayScan, None
     learned_positions = True

@@ -7,8 +7,8 @@ tread-zoo compare compare.jobs=2 training.score_every=100 compare.out=comparison
 tread-zoo compare compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
 tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid
 tread-zoo compare compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \\
-    sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
-tread-zoo compare compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75    # budgets
+    sampler.num_steps=10,20,40 compare.out=comparisons/guidance         # scores, without training
+tread-zoo compare compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75  # cheaper sampling
 tread-zoo compare compare.runs="runs/dit_*" weights=ema:0.03,ema:0.05,ema:0.1
 
 Every override of tread-zoo train works. An override with several values (hydra's sweep syntax)
@@ -64,10 +64,11 @@ class CompareConfig:
     Args:
         out: folder of the report and the runs: index.html, report.md, results.csv, runs/ and more.
         title: title of the page; null takes the study's.
-        grids: grids of a study: values by field, each grid swept on its own.
-        fixed: overrides that all cells of a study share, unless the command line changes them.
+        grids: grids of a study; each has a list of values for each of its fields, and all
+            combinations of them are run.
+        fixed: overrides for all runs of a study, unless the command line changes them.
         jobs: number of processes at a time; with several GPUs, each process takes one.
-        metric: the score that decides on the page; null is the first distance that all runs have.
+        metric: the score by which the page judges; null is the first distance that all runs have.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then
             those of tread-zoo evaluate.
     """
@@ -102,8 +103,8 @@ def hang_up(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def compare(words: Sequence[str]) -> int:
-    """Run the cells that have no result yet, and write the report of all; `words` are the command's
-    arguments. Return 1 if a cell failed, else 0."""
+    """Run the cells (combinations of settings) that have no result yet, and write a report on all
+    cells. `words` are the command's arguments. Return 1 if a cell failed, else 0."""
     check_words(words, RunConfig)
     settings = read_settings([word for word in words if word.startswith(PREFIX)])
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
@@ -133,8 +134,8 @@ def compare(words: Sequence[str]) -> int:
 
 
 def read_settings(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the comparison by name; `words` are overrides that begin with
-    `compare.`."""
+    """Return the settings of the comparison as {field of `CompareConfig`: value}. `words` are the
+    overrides on the command line that begin with `compare.`."""
     texts = [word.removeprefix(PREFIX) for word in words]
     given = compose_settings("compare", texts, CompareConfig)
     settings = asdict(check(CompareConfig, given, "compare"))
@@ -144,8 +145,9 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comparison.Cell]":
-    """Return the cells: each trains one run or, if the setting `runs` is given, scores one. All
-    values in `overrides` and in the study's grids are checked, though not every combination."""
+    """Return the cells, one process each: a cell trains one run or, if the setting `runs` is given,
+    scores one. All values in `overrides` and in the study's grids are checked, but not all
+    combinations. `settings` are from `read_settings`."""
     from tread_zoo import comparison
 
     out, scored = Path(settings["out"]), bool(settings["runs"])
@@ -175,7 +177,8 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comp
 
 
 def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
-    """Return a row per ended cell, as `read_runs` does. Raises ValueError if there is none."""
+    """Return a table with a row for each of `cells`, which have all written their results; see
+    `read_runs` for its columns. Raises ValueError if there are no cells."""
     from tread_zoo import comparison
 
     if not cells:
@@ -195,13 +198,13 @@ def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
 def split_sweeps(
     grids: Sequence[dict[str, list[Any]]], overrides: Sequence[str], shared: Sequence[str] = ()
 ) -> tuple[list[dict[str, list[str]]], list[str]]:
-    """Return the values to sweep in each grid, by field, and the overrides that all cells share.
+    """Return {field: values to sweep} for each grid, and a list of overrides for all runs.
 
     Args:
-        grids: a study's grids: values by field.
+        grids: a study's grids, {field: values}.
         overrides: overrides of the command line. They replace the values in grids that have the
             field. Several values of a field that no grid has are added to every grid.
-        shared: the study's own overrides, used where `overrides` has none of the same field.
+        shared: the study's own overrides, used unless `overrides` has one of the same field.
     """
     sweeps = [{f: [str(v) for v in values] for f, values in grid.items()} for grid in grids]
     parser = OverridesParser.create()

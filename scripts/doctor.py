@@ -25,8 +25,8 @@ class DoctorConfig:
 
     Args:
         device, kernels: see `RunConfig`.
-        backbones: names of backbones, such as "mamba*": show a table of their sizes, FLOPs and
-            default routes, and nothing else.
+        backbones: a pattern of names, such as "mamba*": show only a table of these backbones'
+            sizes, FLOPs and default routes.
         input_size: side of the images for which the table is computed.
         in_channels: number of channels of the images for which the table is computed.
         num_classes: number of classes for which the table is computed.

@@ -52,7 +52,8 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
-    """Return the scores of a checkpoint's samples as a record, and the path of its file."""
+    """Return a record with the scores of a checkpoint's samples, and the path of the file for it,
+    in which {digest} stands for the digest of the record's protocol."""
     from tread_zoo.evaluation.evaluate import evaluate
     from tread_zoo.runs.restore import restore
 
@@ -75,7 +76,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
 
 
 def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
-    """Return the scores of existing images as a record, and the path of its file."""
+    """Return a record with the scores of existing images, and the path of the file for it."""
     from tread_zoo.evaluation.evaluate import evaluate_images
     from tread_zoo.runtime import resolve_device
 

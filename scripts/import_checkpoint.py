@@ -29,10 +29,10 @@ class ImportConfig:
 
     Args:
         in: the file as published, or as its training script saved it (.pt, .pth, .safetensors).
-        format: the project, see docs/sharing.md.
+        format: name of the project that published the file; docs/sharing.md lists them.
         out: a new folder, for checkpoint=… of the other commands.
-        export: convert back: `in` is a run's folder, `out` a file in the project's format; of the
-            fields below only `weights` applies.
+        export: convert in the other direction: `in` is a run's folder, and `out` a file in the
+            project's format. Of the fields below, only `weights` applies.
         weights: what to export: ema, the averaged weights; model, those without averaging; or an
             average of a relative width, as in ema:0.05.
         objective: training objective of the network; null is the project's usual one. With

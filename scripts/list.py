@@ -19,8 +19,8 @@ class ListConfig:
     """What tread-zoo list shows.
 
     Args:
-        plugins: modules that register parts.
-        pattern: names to list, such as mamba*.
+        plugins: modules that register more backbones and methods.
+        pattern: which names to list, such as mamba*; * is all.
     """
 
     plugins: tuple[str, ...] = ()

@@ -34,8 +34,8 @@ class FeaturesConfig:
         plugins, data, device: see `RunConfig`.
         out: a .safetensors file, for evaluation.extractor.
         num_features: size of an image's feature vector.
-        layers: for each convolution [channels, padding, whether a pooling follows]; null is four
-            convolutions, for images of 16 pixels and more.
+        layers: a list [channels, padding, whether a pooling follows] for each convolution; null is
+            four convolutions, for images of 16 pixels and more.
         num_steps: number of training steps.
         batch_size: images per step.
         learning_rate: AdamW's rate at the start; it falls to 0 along a cosine.

@@ -28,7 +28,7 @@ class PushConfig:
         half: store the weights as float16, in half the space.
         out: folder of the files; null is <run>/hub.
         repo: user/name of the repository on the hub; null uploads nothing.
-        private: create the repository as private.
+        private: whether a new repository is private.
         license: license of the weights by its name on the hub, such as apache-2.0; null: the
             license of the project from which the weights were imported, if any.
     """

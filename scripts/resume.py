@@ -1,4 +1,4 @@
-"""Continue a run with its settings, except for the given ones.
+"""Continue a run with the settings that it had, except those given on the command line.
 
 tread-zoo resume runs/digits_mamba_tiny_tread_flow_seed0
 tread-zoo resume runs/digits_mamba_tiny_tread_flow_seed0 training.num_steps=2000

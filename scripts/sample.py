@@ -1,6 +1,6 @@
 """Sample images from a checkpoint: numbered PNG files, a grid, and an .npz with images and labels.
 
-They go to out=folder, or to a folder in <run>/generated for each combination of settings.
+The images go to out=folder, or to a folder in <run>/generated for each combination of settings.
 first_index=… continues a set; images of other settings are never mixed in. A command that was
 stopped continues if it is given again.
 
@@ -18,8 +18,8 @@ tread-zoo sample checkpoint=… image_size=[32,64]            # another size tha
 accelerate launch -m tread_zoo sample checkpoint=… num_images=50000   # the same images, by all GPUs
 
 Latents are decoded with the autoencoder of the data, or vae=path; without one, or with vae=none,
-they are written as latents.npz. Contexts come from a prompt, through the text encoder of training,
-from a file, or from held-out images.
+they are written as latents.npz. Contexts are made from prompts by the text encoder of training,
+read from a file, or taken from held-out images.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class SampleConfig(CheckpointConfig):
     """Settings of tread-zoo sample.
 
     Args:
-        sampler, guidance: fields that replace the run's; `name` chooses another one.
+        sampler, guidance: settings that replace the run's; `name` chooses another kind.
         out: folder of the images; null: <run>/generated/<step and digest of the settings>.
         overwrite: replace images in `out` that were made with other settings.
         num_images: number of images.
@@ -67,8 +67,8 @@ class SampleConfig(CheckpointConfig):
         image_size: side of the images, or height and width, as in [32,64]; null is the size of
             training, the only one for networks with learned positions. For latents that are not
             decoded, it is the size of the latents.
-        contexts: an .npy file [n, T, S]; image i gets context i mod n. null takes contexts of
-            held-out images.
+        contexts: an .npy file of n contexts [n, T, S], T embeddings of width S each; image i gets
+            context i mod n. null takes contexts of held-out images.
         seed: seed of the images.
         batch_size: images per batch.
         vae: folder of the autoencoder; null is the run's autoencoder; none writes latents.
@@ -92,7 +92,7 @@ class SampleConfig(CheckpointConfig):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The texts of `prompt`."""
+        """The texts of `prompt` as a tuple, which is empty if there are none."""
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt or ()
 
 
@@ -181,7 +181,8 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
 def _names(
     run: "Restored", config: SampleConfig, indices: range, labels: "Tensor | None"
 ) -> list[str]:
-    """Return the class or prompt of each image; empty if there are neither."""
+    """Return the name of each image's class, given by `labels`, or else its prompt, given by its
+    number in `indices`. The result is empty without classes and prompts."""
     if labels is not None:
         known = run.class_names
         return [known[label] if known else str(label) for label in labels.tolist()]
@@ -224,8 +225,9 @@ def _open_folder(
 def _at_image_size(
     run: "Restored", weak: "Backbone | None", codec: "Codec", image_size: int | tuple[int, int]
 ) -> "tuple[Restored, Backbone | None]":
-    """Return the run and its weak network (None without one) with networks for images of another
-    size, in pixels. Raises ValueError if the size does not fit the network."""
+    """Return `run` and `weak` with networks for images of `image_size`: a side, or height and
+    width, in pixels. `weak` is the network of the guidance's `weak_checkpoint`, or None. `codec`
+    shows how much smaller latents are than images. Raises ValueError if the size does not fit."""
     import torch
 
     from tread_zoo.factory import at_size
@@ -271,8 +273,8 @@ def _label(run: "Restored", label: int | str) -> int:
 
 
 def _guidance(run: "Restored", config: SampleConfig) -> dict[str, Any]:
-    """Return the guidance that the command asks for. If neither the command nor the run has any, a
-    prompt is guided by `cfg`, provided that training dropped some labels."""
+    """Return the fields of guidance that the command sets. If neither the command nor the run has
+    guidance, prompts are guided by `cfg`, provided that training dropped some labels."""
     dropout = run.config.get("training", {}).get("label_dropout", 0.0)
     unguided = run.config["guidance"]["name"] == "none" and not config.guidance
     return {"name": "cfg"} if config.prompt and unguided and dropout else config.guidance

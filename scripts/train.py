@@ -1,4 +1,4 @@
-"""Train a backbone; samples, scores and checkpoints go to its folder in runs/.
+"""Train a backbone; samples, scores and checkpoints go to the run's own folder in runs/.
 
 tread-zoo train backbone=mamba routing=tread
 tread-zoo train backbone=dit routing=none objective=edm sampler=heun seed=1

@@ -37,7 +37,7 @@ class Attention(Mixer):
 
 
 class CrossAttention(nn.Module):
-    """Attention of tokens [B, K, D] to a context [B, T, D]; its output starts at 0.
+    """Attention of tokens [B, K, D] to a context [B, T, D]; the initial weights make the output 0.
 
     Args:
         hidden_size: D.

@@ -25,8 +25,10 @@ class Mixer(nn.Module):
     If the constructor has `hidden_size`, `grid` (h, w of the full image) or `index` (of the block),
     the shell fills it in. Every other keyword becomes an option of the backbones with this mixer.
 
-    Mixers with a `value_size` V share the values [B, K, V] of the first of them in the network:
-    forward(x, prepared, first_value) -> (mixed tokens, values if this is the first, else None).
+    Mixers with a `value_size` V share values [B, K, V]. The first of them in the network returns
+    its values; the others get these as `first_value` and return None:
+
+        forward(x, prepared, first_value) -> (mixed tokens, values or None)
 
     Attributes:
         default_selector: selector that backbones with this mixer use by default, see `Backbone`.
@@ -44,17 +46,19 @@ class Mixer(nn.Module):
         cls.__signature__ = signature  # type: ignore[attr-defined]
 
     def prepare(self, layout: Layout) -> Any:
-        """Return the argument `prepared` of `forward`. This runs before each block, outside of
-        compiled code; `Layout.cached` keeps what several blocks need."""
+        """Return the argument `prepared` of `forward`, computed from `layout`, which says which
+        tokens are present. This runs before each block, outside of compiled code; `Layout.cached`
+        keeps results that several blocks need."""
         return layout
 
     def initialize(self, num_blocks: int) -> None:
-        """Override this to set initial weights in a network of `num_blocks` blocks; the shell has
-        drawn all linear layers before."""
+        """Override this to set the mixer's initial weights; `num_blocks` is the number of blocks in
+        the network, whose linear layers have all been drawn before."""
 
     @classmethod
     def options_for_heads(cls, hidden_size: int, num_heads: int) -> dict[str, Any]:
-        """Return the options that set `num_heads` heads, for networks with several mixers."""
+        """Return the options that give this mixer `num_heads` heads at a width of `hidden_size`,
+        for networks with several mixers."""
         return {"num_heads": num_heads} if "num_heads" in read_keywords(cls) else {}
 
 
@@ -68,8 +72,8 @@ def check_width(hidden_size: int, multiple: int, what: str) -> None:
 def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
     """Return the keywords that the constructor of `part` takes: name -> parameter, with its type.
 
-    If it has **options, the keywords of its base class are added, and so on up to the class `last`.
-    **options of the last constructor that was read are in the result, too.
+    If the constructor has **options, the keywords of its base class are added, and so on up to the
+    class `last`. **options of the last constructor that was read are in the result, too.
     """
     keywords: dict[str, Parameter] = {}
     others: list[Parameter] = []
@@ -98,8 +102,9 @@ def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
 def derive_signature(shell: type, last: type, *parts: type | None) -> inspect.Signature:
     """Return the signature of a backbone's constructor.
 
-    It has the keywords of `shell` and of its base classes up to `last`. The keywords of `parts`,
-    the mixer and the MLP, replace **options, except those in `GIVEN`.
+    It has the keywords of the class `shell` and of its base classes up to `last`. The keywords of
+    `parts`, the classes of mixer and MLP, replace **options, except the keywords in `GIVEN`, which
+    the shell fills in.
     """
     parameters = read_keywords(shell, last)
     keywords = {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}

@@ -1,7 +1,8 @@
 """Gated DeltaNet in both directions: a linear attention that decays and overwrites.
 
 The mixer follows arXiv 2412.06464. It scans in both directions along a curve and adds the results.
-The directions share queries, keys and values, and each has its own decays and writing strengths:
+The directions share queries, keys and values, and each has its own decays a and writing strengths
+b. S is the state:
 
     q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k normalised per head
     b    = sigmoid(Linear(x)),  a = exp(-exp(A_log) softplus(Linear(x) + bias))
@@ -55,7 +56,8 @@ class BidirectionalDelta(ScanMixer):
     """The gated delta rule over [B, L, D] in both directions, summed.
 
     Parameters of both directions are stacked along the first axis, forward first. `ScanMixer`
-    explains `scan_order`, `gaps` and `index`.
+    explains `scan_order`, `gaps` and `index`. `num_projected` maps of x (q, k, v, z) are joined in
+    one layer, and `norm_eps` is the epsilon of the output's norm.
 
     Args:
         hidden_size: D, divisible by H.
@@ -122,7 +124,8 @@ class BidirectionalDelta(ScanMixer):
         return F.silu(z)
 
     def _log_decay(self, x: Tensor) -> Tensor:
-        """Return the log-decays of both directions, [B, L, 2 H] or, per channel, [B, L, 2 H, K]."""
+        """Return the log-decays of tokens x [B, L, D] in both directions: one for each of H heads,
+        [B, L, 2 H], or with `per_channel` one for each of their K key channels, [B, L, 2 H, K]."""
         down = x if self.step_down is None else self.step_down(x)
         steps = softplus(add_bias(self.step_proj(down), self.step_bias))
         rates = -torch.exp(at_least_float32(self.A_log))
@@ -131,28 +134,29 @@ class BidirectionalDelta(ScanMixer):
         return rates * steps
 
     def _turn(self, values: Tensor, scan: Scan) -> Tensor:
-        """Return values [B, L, 2 H, ..], the forward direction's H first, as [2 B, L, H, ..]: those
-        of the forward walk, then those of the backward walk, each in the order of its walk."""
+        """Return `values` [B, L, 2 H, ..], of H heads in the forward and H in the backward
+        direction, as one batch [2 B, L, H, ..], the forward direction first. The backward half is
+        reordered for the backward walk."""
         forward, backward = values.chunk(2, dim=2)
         return torch.cat([forward, scan.flip(backward)])
 
     def initialize(self, num_blocks: int) -> None:
         """Draw `step_bias` such that its softplus is log-uniform in 0.001 … 0.1, and `A_log` such
-        that its exp is uniform in 1 … 16. The backbone has drawn the linear layers."""
+        that its exp is uniform in 1 … 16. The linear layers stay as the backbone has drawn them."""
         init_step_bias(self.step_bias)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return vectors scaled to norm 1; vectors near 0 stay shorter."""
+    """Return the vectors x [.., K] scaled to norm 1; vectors near 0 stay shorter."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class KimiDelta(BidirectionalDelta):
     """Kimi Delta Attention over [B, L, D] in both directions, summed.
 
-    It has the arguments of `BidirectionalDelta`, without `per_channel`.
+    It has the arguments of `BidirectionalDelta` except `per_channel`, which is always True.
     """
 
     num_projected: ClassVar[int] = 3  # q, k, v

@@ -8,8 +8,9 @@ keys and values (arXiv 2006.16236):
     S   = Σ_j φ(k_j) v_jᵀ
     out = Linear(o)
 
-The state is a sum, so there is no scan and no gap. Rotary positions rotate φ(q) and φ(k) in the
-numerator only, as in RoFormer (arXiv 2104.09864).
+The state S is a sum over the tokens present, so their order and the gaps between them do not
+matter. Rotary positions rotate φ(q) and φ(k) in the numerator only, as in RoFormer (arXiv
+2104.09864).
 
 B batch, K tokens present, E extra tokens, L = E + K, D width, H heads.
 """

@@ -24,10 +24,11 @@ OPPOSITE = (1, 0, 3, 2)  # index of the opposite of left, right, up, down
 
 
 class Neighbours(NamedTuple):
-    """Which quarter of channels each token takes from which neighbour.
+    """Which quarter of its channels each token takes from which neighbour.
 
-    Both are int64 [B * K * 4], one entry for each quarter of each token. An entry is an index into
-    the quarters of all tokens [B * K * 4, D / 4]; B * K * 4 stands for no neighbour.
+    Both fields are int64 [B * K * 4] for the B * K tokens present, one entry for each quarter of a
+    token. An entry is an index into the quarters of all tokens [B * K * 4, D / 4]; B * K * 4 stands
+    for no neighbour.
 
     Args:
         sources: for each quarter, the one whose channels it takes.
@@ -39,8 +40,9 @@ class Neighbours(NamedTuple):
 
 
 def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
-    """Return the `Neighbours` of the tokens present. Where a route left a neighbour out, there is
-    none or, with `over_gaps`, it is the nearest token present in that direction."""
+    """Return the `Neighbours` of the tokens that are present in `layout`. If a route left a
+    neighbour out, the token has no neighbour on that side; with `over_gaps`, the nearest token
+    present on that side takes its place."""
     height, width = layout.grid
     num_tokens, ids = height * width, layout.positions()
     (batch, num_kept), device = ids.shape, ids.device
@@ -63,8 +65,8 @@ def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
 
 
 def _nearest_present(raster: Tensor, ids: Tensor) -> Tensor:
-    """Return raster positions [B, K, 4] of the nearest token present to the left, to the right,
-    above and below each token; N if there is none.
+    """Return the raster positions [B, K, 4] of the nearest tokens present to the left, to the
+    right, above and below each of K tokens; N if there is none.
 
     Args:
         raster: 0 … N - 1 as a grid [h, w].
@@ -110,8 +112,13 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GridWalk:
-    """What mixers that scan and shift need: a walk along a curve, the `Neighbours` on the grid of
-    the tokens present, and the number N of tokens of the full grid."""
+    """What a `ShiftingMixer` must know about the tokens present.
+
+    Args:
+        scan: their order along a curve.
+        neighbours: their neighbours on the grid.
+        num_tokens: N, the number of tokens of the full grid.
+    """
 
     scan: Scan
     neighbours: Neighbours
@@ -119,7 +126,8 @@ class GridWalk:
 
 
 class ShiftingMixer(ScanMixer):
-    """Base of mixers that shift on the grid and scan along a curve: `forward(x, walk: GridWalk)`.
+    """Base of mixers that take channels from neighbours on the grid (`q_shift`) and scan along a
+    curve: `forward(x, walk: GridWalk)`.
 
     Args:
         gaps: what happens where a route left tokens out. ignore: the nearest tokens present count
@@ -145,15 +153,16 @@ class ShiftingMixer(ScanMixer):
 
 
 def q_shift(x: Tensor, neighbours: Neighbours, num_extra: int = 0) -> Tensor:
-    """Return tokens [B, E + K, D] with each quarter of the channels from a neighbour (zero if there
-    is none); the first E = `num_extra` tokens stay."""
+    """Return tokens x [B, E + K, D] with each quarter of the channels taken from a neighbour (zero
+    if there is none). The first E = `num_extra` tokens stay as they are."""
     extra, x = x[:, :num_extra], x[:, num_extra:]
     out: Tensor = QShift.apply(x, *neighbours)
     return torch.cat([extra, out], dim=1) if num_extra else out
 
 
 def shift_and_blend(x: Tensor, walk: GridWalk, share: Tensor) -> list[Tensor]:
-    """Return x * row + q_shift(x) * (1 - row) for each row [D] of `share` [.., D]."""
+    """Return x * own + q_shift(x) * (1 - own) for each row `own` [D] of `share`. Tokens x are
+    [B, E + K, D]; `walk` has their neighbours."""
     shifted = q_shift(x, walk.neighbours, walk.scan.num_extra)
     away = x - shifted
     return [torch.addcmul(shifted, away, row) for row in share.to(x.dtype).unbind()]

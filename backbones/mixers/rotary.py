@@ -25,8 +25,13 @@ from tread_zoo.kernels import attention
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and signed sines for the tokens present (see `rotary_2d`), and a mask
-    [B or 1, 1, L, L], True for pairs that see each other; None: all do."""
+    """Rotary positions of the L tokens present, and which of these tokens attend to each other.
+
+    Args:
+        cos, sin: cosines and signed sines of the angles, [B or 1, 1, L, Dh] for heads of size Dh;
+            see `rotary_2d`.
+        mask: [B or 1, 1, L, L], True for pairs that attend to each other; None: all pairs do.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -34,8 +39,8 @@ class Rotation:
 
 
 def make_rotation(layout: Layout, head_size: int, window: int | None = None) -> Rotation:
-    """Return the `Rotation` of the tokens present, float32 [B or 1, 1, L, Dh] for heads of size Dh,
-    and a mask if attention is limited to windows of `window` tokens a side."""
+    """Return the `Rotation` of the tokens that are present in `layout`, for heads of size
+    Dh = `head_size`. It has a mask if attention is limited to windows of `window` tokens a side."""
     rows, cols = layout.rows_cols()
     if layout.ids is None:  # equal for all images
         rows, cols = rows[:1], cols[:1]
@@ -88,7 +93,8 @@ class RotaryAttention(Mixer):
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
-        """Return x [B, L, D] split into heads [B, H, L, Dh], each normalised by `norm`, if any."""
+        """Return x [B, L, D] split into H heads of size Dh, [B, H, L, Dh], each normalised by
+        `norm` if it is given."""
         x = x.view(*x.shape[:2], self.num_heads, self.head_size).transpose(1, 2)
         # Under autocast x is in half precision, unlike the weight; the fused kernel wants one type.
         return x if norm is None else norm(x.to(norm.weight.dtype))

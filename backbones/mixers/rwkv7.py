@@ -50,16 +50,17 @@ SLOWEST, FASTEST = -6.0, -1.0  # initial decay bias of the first and last channe
 
 
 class TimeMix(ShiftingMixer):
-    """The delta rule over tokens [B, K, D] in both directions, summed.
+    """RWKV-7's generalised delta rule over tokens [B, K, D] in both directions, summed.
 
-    `own` [6, D] is the token's fraction in the blends of r, k, v, w, a and g; `decay_bias` has a
-    row per direction, forward first.
+    Six projections (r, k, v, w, a and g) each get a blend of the tokens and their neighbours. The
+    parameter `own` [6, D] is the token's own fraction in each blend. `decay_bias` [2, D] has a row
+    per direction, forward first.
 
     Args:
         hidden_size: D, divisible by 4 and by P.
         head_size: channels per head, P.
-        low_rank: rank of the LoRAs of decay and in-context rate; the LoRA that mixes in v_1 has
-            half this rank, the gate's has twice this rank.
+        low_rank: rank of the LoRAs for decay and in-context learning rate. The LoRA that mixes in
+            the first block's values v_1 has half this rank, and the gate's has twice this rank.
         index: index of the block; block 0 sets v_1.
         shift: `scan_order` and `gaps`, see `ShiftingMixer`.
     """
@@ -129,7 +130,8 @@ class TimeMix(ShiftingMixer):
         return project(self.output, gated), value if self.is_first else None
 
     def _falls(self, decay: Tensor, scan: Scan) -> Tensor:
-        """Return the log-decays [2 B, K, D] of both directions from the LoRA's output [B, K, D]."""
+        """Return the log-decays [2 B, K, D] of both directions, the forward direction first, from
+        `decay` [B, K, D], the output of the decay's LoRA."""
         first, second = at_least_float32(self.decay_bias).unbind()
         decay = scan.permute(decay)
         both = torch.cat([decay + first, scan.flip(decay + second)])
@@ -144,10 +146,11 @@ class TimeMix(ShiftingMixer):
 
         | parameter | value |
         |---|---|
-        | `own` | 0.5: half the token, half what is shifted in |
+        | `own` | 0.5: a blend is half the token, half its neighbours |
         | last matrix of the LoRAs `decay`, `rate`, `mix` | 0 |
         | `decay_bias` | evenly spaced over the channels, -6 … -1 |
-        | `rate_bias`, `mix_bias` | 0: a is 0.5, and v halfway to v_1 |
+        | `rate_bias` | 0: the in-context learning rate is 0.5 |
+        | `mix_bias` | 0: values are halfway to those of the first block |
         | `removed`, `replaced` | 1 |
         | `bonus` | 0 |
         """
@@ -170,11 +173,12 @@ class TimeMix(ShiftingMixer):
 
 
 class ChannelMix(nn.Module):
-    """Mix channels, [B, K, D] -> [B, K, D]; `own` [1, D] is the token's fraction in the blend.
+    """Mix the channels of each token's blend with its neighbours: [B, K, D] -> [B, K, D]. The
+    parameter `own` [1, D] is the token's own fraction in the blend.
 
     Args:
         hidden_size: D, divisible by 4.
-        mlp_ratio: inner width over D.
+        mlp_ratio: inner width divided by D.
     """
 
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
@@ -188,5 +192,5 @@ class ChannelMix(nn.Module):
         return self.value(F.relu(self.key(blend)).square())
 
     def initialize(self, num_blocks: int) -> None:
-        """Set `own` to 0.5: each blend starts as half the token, half what is shifted in."""
+        """Set `own` to 0.5: at first a blend is half the token, half its neighbours."""
         nn.init.constant_(self.own, 0.5)

@@ -102,15 +102,15 @@ def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
 
 
 def sum_ways(x: Tensor, scan: Scan) -> Tensor:
-    """Return the sum of the forward and the backward walk in x [2 B, L, ..]: for each token its two
-    values added, [B, L, ..] in the order of the forward walk, in float32 at least."""
+    """Return the sum of each token's two values, [B, L, ..] in the order of the forward walk and in
+    float32 at least. x [2 B, L, ..] has the forward walks' values, then the backward walks'."""
     forward, backward = at_least_float32(x).chunk(2)
     return forward + scan.flip(backward)
 
 
 def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
-    """Return the log-decays [2 B, L, ..] of two walks, each multiplied by the token's distance from
-    the previous token along the full curve."""
+    """Return the log-decays [2 B, L, ..] of the forward and the backward walk, each multiplied by
+    its token's distance from the previous token along the full curve."""
     gaps = scan.gaps()
     if gaps is None:
         return log_decay
@@ -126,9 +126,10 @@ def convolve_ways(
 
     Args:
         x: tokens in the order of each walk.
-        weight: taps [ways * D, W].
+        weight: W taps for each channel, [ways * D, W].
         bias: [ways * D] or None.
-        segment_ids: ascending integers [B, L] per walk; no tap reaches into another segment.
+        segment_ids: ascending integers [B, L] per walk; no tap reaches into another segment. None:
+            each walk is one segment.
     """
     if segment_ids is None:
         return causal_conv1d(x, weight, bias, silu=True)
@@ -152,7 +153,7 @@ def scan_ways(
 
     Args:
         scan: `selective_scan` or `ssd`.
-        inputs: u, delta, A, B, C, D, and perhaps a step bias, in the shapes that `scan` takes.
+        inputs: the tensors u, delta, A, B, C, D, and perhaps a step bias, that `scan` takes.
         gaps: for each walk, every token's distance from the previous token [B, L]. None: distances
             do not count, so that one call scans all walks.
     """
@@ -165,8 +166,8 @@ def scan_ways(
 
 
 class ShortConvolution(nn.Module):
-    """SiLU of causal depthwise convolutions of the forward and backward walk, without bias, as in
-    flash-linear-attention.
+    """Causal depthwise convolutions of the forward and the backward walk, without bias, then SiLU,
+    as in flash-linear-attention.
 
     Args:
         channels: D; the taps are [2 D, W], the forward direction's first.
@@ -178,7 +179,8 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(2 * channels, width))
 
     def forward(self, x: Tensor, scan: Scan, gaps: Gaps) -> Tensor:
-        """Return both walks, convolved, [2 B, L, D]; x [B, L, D] is in the forward walk's order."""
+        """Return x [B, L, D], in the order of the forward walk, convolved along both walks:
+        [2 B, L, D], forward first. Unless `gaps` is "ignore", no tap reaches over a gap."""
         segment_ids = None if gaps == "ignore" else scan.segment_ids()
         both = convolve_ways(both_ways(x, scan, dim=-1), self.weight, None, segment_ids)
         return torch.cat(both.chunk(2, dim=-1))
@@ -188,10 +190,11 @@ class ShortConvolution(nn.Module):
 
 
 def make_convolution(channels: int, short_conv: bool, gaps: Gaps) -> ShortConvolution | None:
-    """Return the convolution of a mixer with `channels` channels, or None without `short_conv`.
+    """Return a mixer's convolution over `channels` channels, or None if `short_conv` is False.
 
     Raises:
-        ValueError: `gaps` is `reset`, and there is no convolution to reset.
+        ValueError: the mixer's `gaps` is "reset", which only convolutions can do, and `short_conv`
+            is False.
     """
     if gaps == "reset" and not short_conv:
         raise ValueError("gaps=reset is for convolutions: set short_conv=true, or other gaps.")

@@ -40,11 +40,11 @@ class SelectiveScan(ScanMixer):
     """Selective scans over [B, L, D] in both directions, summed.
 
     Parameters of both directions are stacked along the first axis, forward first. One call of each
-    kernel serves both.
+    kernel serves both. The class attribute `ways` is the number of directions.
 
     Args:
         hidden_size: D.
-        expand: inner width I over D.
+        expand: inner width I divided by D.
         state_size: size of the state, S.
         conv_width: taps of the causal convolution before the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
@@ -77,14 +77,16 @@ class SelectiveScan(ScanMixer):
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def _add_selection(self) -> None:
-        """Add the weights of step, B and C; `OneWayScan` names them as in ZigMa's checkpoints."""
+        """Add the weights that compute the scan's step, B and C. `OneWayScan` overrides this to
+        name them as in ZigMa's checkpoints."""
         self.select = nn.Parameter(torch.empty(2, sum(self.parts), self.inner))
         self.step_weight = nn.Parameter(torch.empty(2, self.inner, self.step_rank))
         self.fused_rows["select"] = 2 * self.parts
 
     def _selection(self, way: int) -> tuple[Tensor, Tensor]:
-        """Return the two weights of direction `way`. The first, [R + 2 S, I], maps u to R channels
-        for the step, to B and to C; the second, [I, R], maps the R channels to I steps."""
+        """Return the two weights of direction `way`, 0 forward or 1 backward. The first,
+        [R + 2 S, I], maps u of width I to R channels for the step, to B and to C of S states each;
+        the second, [I, R], maps the R channels to I steps."""
         return self.select[way], self.step_weight[way]
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
@@ -117,7 +119,7 @@ class SelectiveScan(ScanMixer):
         return scan.restore(self.out_proj(y * F.silu(z)))
 
     def initialize(self, num_blocks: int) -> None:
-        """Set the weights. Those of `in_proj` stay as the shell of DiS has drawn them.
+        """Set the weights. `in_proj` stays as `ScanBackbone` has drawn it.
 
         | parameter | value |
         |---|---|
@@ -143,7 +145,8 @@ class SelectiveScan(ScanMixer):
 
 
 class OneWayScan(SelectiveScan):
-    """A selective scan over [B, K, D] in one direction, along the layer's own curve (ZigMa)."""
+    """A selective scan over [B, L, D] in one direction, along the layer's own curve, as in ZigMa.
+    `ways` is the number of directions."""
 
     default_selector: ClassVar[str] = "blocks"
     ways: ClassVar[int] = 1

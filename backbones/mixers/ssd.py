@@ -44,11 +44,11 @@ class BidirectionalSSD(ScanMixer):
     """State-space duals over [B, L, D] in both directions, summed.
 
     Parameters of both directions are stacked along the first axis, forward first. One call of each
-    kernel serves both, as groups with their own B and C.
+    kernel serves both directions, as two groups of heads.
 
     Args:
         hidden_size: D.
-        expand: inner width I over D.
+        expand: inner width I divided by D.
         state_size: size of the state, S.
         head_size: channels per head P, a divisor of I.
         conv_width: taps of the causal convolution before the scan.
@@ -107,7 +107,7 @@ class BidirectionalSSD(ScanMixer):
         return scan.restore(project(self.out_proj, rms_norm(self.norm, y)))
 
     def initialize(self, num_blocks: int) -> None:
-        """Set the weights. Those of `in_proj` stay as the shell of DiS has drawn them, `norm` at 1.
+        """Set the weights. `in_proj` stays as `ScanBackbone` has drawn it, and `norm` stays at 1.
 
         | parameter | value |
         |---|---|

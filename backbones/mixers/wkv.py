@@ -30,12 +30,15 @@ SLOWEST, FASTEST = 0.3, 30.0  # initial decay over the whole image, of the first
 
 
 class SpatialMix(ShiftingMixer):
-    """Mix tokens: [B, K, D] -> [B, K, D]. `own` [3, D]: the token's fraction in each blend.
+    """Mix tokens by a mean that decays with distance, the WKV: [B, K, D] -> [B, K, D].
+
+    Receptance, keys and values each come from a blend of the tokens and their neighbours. The
+    parameter `own` [3, D] is the token's own fraction in each blend.
 
     Args:
         hidden_size: D, divisible by 4.
-        shift: `scan_order`, `gaps` and `index`, see `ShiftingMixer`. With `decay`, the WKV
-            counts missing tokens in distances; otherwise it counts only the tokens present.
+        shift: `scan_order`, `gaps` and `index`, see `ShiftingMixer`. With gaps=decay, missing
+            tokens count in the distances of the WKV; otherwise only the tokens present count.
     """
 
     def __init__(self, hidden_size: int, **shift: Any) -> None:
@@ -57,9 +60,9 @@ class SpatialMix(ShiftingMixer):
         return self.output(torch.sigmoid(r) * scan.restore(mean))
 
     def _mean(self, k: Tensor, v: Tensor, walk: GridWalk) -> Tensor:
-        """Return the WKV of k and v, both [B, L, D] in the order of the walk. Context tokens come
-        first; a mirrored copy is appended, so that the last token is as near to the context as the
-        first token is."""
+        """Return the WKV, a mean of the values v weighted by the keys k and by distance. All are
+        [B, L, D] in the order of `walk`, context tokens first. A mirrored copy of the context is
+        appended, so that the image's last token is as near to a context as its first token."""
         places = walk.scan.places if self.gaps == "decay" else None
         length, num_context = walk.num_tokens, walk.scan.num_context
         if num_context:
@@ -77,7 +80,7 @@ class SpatialMix(ShiftingMixer):
 
         | parameter | value |
         |---|---|
-        | `own` | 0.5: half the token, half what is shifted in |
+        | `own` | 0.5: a blend is half the token, half its neighbours |
         | `decay` | log-spaced over the channels, 0.3 … 30 |
         | `bonus` | 0: with equal keys, a token weighs itself as much as its neighbour |
         """
@@ -89,11 +92,12 @@ class SpatialMix(ShiftingMixer):
 
 
 class ChannelMix(nn.Module):
-    """Mix channels: [B, K, D] -> [B, K, D]. `own` [2, D]: the token's fraction in each blend.
+    """Mix the channels of each token's blends with its neighbours: [B, K, D] -> [B, K, D]. The
+    parameter `own` [2, D] is the token's own fraction in the two blends.
 
     Args:
         hidden_size: D, divisible by 4.
-        mlp_ratio: inner width over D.
+        mlp_ratio: inner width divided by D.
     """
 
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
@@ -110,5 +114,5 @@ class ChannelMix(nn.Module):
         return torch.sigmoid(self.receptance(r)) * self.value(keys)
 
     def initialize(self, num_blocks: int) -> None:
-        """Set `own` to 0.5: each blend starts as half the token, half what is shifted in."""
+        """Set `own` to 0.5: at first a blend is half the token, half its neighbours."""
         nn.init.constant_(self.own, 0.5)
