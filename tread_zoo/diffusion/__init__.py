@@ -7,6 +7,7 @@ mean_flow.py    MeanFlow: the mean velocity between two times, for few steps
 ddpm.py         DDPM: the noise at 1000 levels of sigma
 grids.py        the noise levels at which sampling steps
 samplers.py     rules that integrate dx/dt; the noise of an image
+image_batch.py  the images and networks that guidance gets
 guidance.py     weak + w (strong - weak): the kinds of guidance
 sampling.py     from seeds and labels to images
 """
@@ -20,7 +21,6 @@ from tread_zoo.diffusion.guidance import (
     ClassifierFree,
     CustomGuidance,
     Guidance,
-    ImageBatch,
     IntervalGuidance,
     NoGuidance,
     PathDropGuidance,
@@ -29,6 +29,7 @@ from tread_zoo.diffusion.guidance import (
     SparseGuidance,
     combine,
 )
+from tread_zoo.diffusion.image_batch import ImageBatch
 from tread_zoo.diffusion.mean_flow import MeanFlow
 from tread_zoo.diffusion.objective import Draw, Objective, Predict
 from tread_zoo.diffusion.samplers import (

@@ -13,7 +13,8 @@ from tread_zoo.config import complete_sampler
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.contract.crossing import Crossing
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance, sampled_method
+from tread_zoo.diffusion.guidance import Guidance, NoGuidance, sampled_method
+from tread_zoo.diffusion.image_batch import ImageBatch
 from tread_zoo.diffusion.objective import Objective
 from tread_zoo.diffusion.samplers import DxDt, Problem, Sampler, initial_noise, step_noise
 from tread_zoo.progress import progress
