@@ -59,7 +59,8 @@ PREFIX = "compare."  # of settings of the comparison itself
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class CompareConfig:
-    """What tread-zoo compare compares; compare.study=… names a file of configs/study/.
+    """Settings of `tread-zoo compare`, which trains and compares the runs of a study, or compares
+    existing `runs`. `compare.study=NAME` takes the study's settings from configs/study/NAME.yaml.
 
     Args:
         out: folder of the report and the runs: index.html, report.md, results.csv, runs/ and more.
@@ -68,9 +69,10 @@ class CompareConfig:
             combinations of them are run.
         fixed: overrides for all runs of a study, unless the command line changes them.
         jobs: number of processes at a time; with several GPUs, each process takes one.
-        metric: the score by which the page judges; null is the first distance that all runs have.
-        runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then
-            those of tread-zoo evaluate.
+        metric: the score by which the page judges; null takes the first one that all runs have
+            and for which lower is better.
+        runs: existing runs: a folder, a pattern such as "runs/*", or a list. Other words of
+            the command line are then overrides of `tread-zoo evaluate`.
     """
 
     out: str = "comparisons/digits"

@@ -97,7 +97,8 @@ def command(
 def compose_settings(
     name: str, overrides: Sequence[str], config: type = RunConfig
 ) -> dict[str, Any]:
-    """Return the settings that command-line `overrides` set, composed from Python.
+    """Return the settings that a script would get from `overrides` on its command line. Settings
+    that no override or preset names are left out.
 
     Args:
         name: name of the script.

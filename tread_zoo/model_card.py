@@ -107,9 +107,10 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 
 def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
-    """Copy grids of samples of a training step to `folder`, one for each choice of sampler and
-    guidance, and return these choices as texts. Grids come from tread-zoo sample, which made them
-    in the folder `run`. Grids of one class, of prompts or of contexts are left out."""
+    """Copy to `folder` the grids that `tread-zoo sample` made in the folder `run`, and return for
+    each a text: its sampler and guidance, which no other one shares. Only grids of training step
+    `step` and of `weights`, such as "ema", are copied; those of one class, of prompts or of
+    contexts are left out."""
     shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, list[str]()
     for grid in sorted(run.glob("generated/*_grid.png")):
         file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD

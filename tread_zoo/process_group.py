@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 def prepare_process_group(device: torch.device) -> None:
     """Prepare this process for accelerate, which connects the processes of a run. SLURM's variables
-    are translated. If `device` has an index, as in cuda:1, it becomes torch's current device."""
+    are translated into those that torch reads. If `device` has an index, as in cuda:1, it becomes
+    torch's current device."""
     atexit.unregister(_close)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

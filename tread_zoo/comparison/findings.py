@@ -388,7 +388,8 @@ def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | 
 
 
 def _log_ratio(setting: Setting, dense: Setting, metric: str) -> Interval | None:
-    """Return the log of the ratio of two settings' scores; None without positive common scores."""
+    """Return log(score of `setting` / score of `dense`) with its interval; None if a score is not
+    positive, or if settings that are compared seed by seed share no seed."""
     scores = [s.runs.set_index("seed")[metric].astype(float) for s in (setting, dense)]
     paired = setting.choices.get(DEPTH) == dense.choices.get(DEPTH)  # equal initial weights
     common = len(scores[0].index.intersection(scores[1].index)) or not paired

@@ -44,7 +44,8 @@ def write_report(
         out: the folder.
         title: the first line.
         command: the command that made the runs, or "".
-        metric: the score that decides; None: the first distance that all runs have.
+        metric: the score by which settings are ranked; None: the first one that all runs have and
+            for which lower is better.
         failed: from `run_cells`: why runs failed, by name, for the notes.
 
     Raises:

@@ -227,7 +227,7 @@ def _load_exported(file: Path, device: torch.device) -> tuple[Network, tuple[int
 
 
 def _load_inception(file: Path, names: Collection[str], device: torch.device) -> Network:
-    """Return Inception, which computes no more layers than the features `names` need."""
+    """Return Inception, which computes no more layers than the features in `names` need."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     # "768" is computed after mixed_7, so asking for it also runs mixed_6

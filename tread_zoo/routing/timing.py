@@ -1,10 +1,11 @@
-"""Which steps of a run route, and at which rate.
+"""Which steps of a run route, and at which rate: the fraction of tokens that bypass blocks.
 
 Steps count from 0. Of S steps, the first round(warm_start S) and the last round(dense_tail S) are
-not routed. In the others, first … last-1, a rate r is a number, or one of
+not routed. In the others, first … last-1, a rate r is a number, or one of the following, where
+p = (step - first) / (last - 1 - first):
 
-    [linear, r0, r1]                r = r0 + (r1 - r0) p                    p = (step - first) /
-    [cosine, r0, r1]                r = r0 + (r1 - r0) (1 - cos(pi p)) / 2      (last - 1 - first)
+    [linear, r0, r1]                r = r0 + (r1 - r0) p
+    [cosine, r0, r1]                r = r0 + (r1 - r0) (1 - cos(pi p)) / 2
     [steps, r0, [f, r], …]          r0, then each r from step round(f S) on
 
 The rate sets the number of tokens, and code is compiled for each number. So linear and cosine are

@@ -271,9 +271,9 @@ class RoutedPass:
         }
 
     def _verdict(self, visit: Visit, ids: Tensor) -> Verdict:
-        """Return the `Verdict` on whether blocks of the visited block's class may be routed, after
-        a test if there is none. As long as the block does not change its tokens, the test shows
-        nothing and is repeated at each visit. `ids` [B, K] are the image tokens present."""
+        """Return the `Verdict` on whether blocks of the visited block's class may be routed. If
+        there is none yet, the class is tested first. As long as a block does not change its tokens,
+        the test shows nothing and is repeated. `ids` [B, K] are the image tokens present."""
         name = self.routes.kind(visit.index, visit.block)
         known: Verdict | None = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):
