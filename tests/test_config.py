@@ -317,6 +317,7 @@ def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
     assert config.routing["name"] == routing.partition("_")[0]
 
 
+@pytest.mark.slow
 def test_the_recipes_of_sit_and_tread_have_their_settings():
     both = {
         "data.normalization": "scale", "training.max_grad_norm": 0, "training.ema_decay": 0.9999,
@@ -333,6 +334,7 @@ def test_the_recipes_of_sit_and_tread_have_their_settings():
         assert {key: config[key] for key in both | own} == both | own
 
 
+@pytest.mark.slow
 def test_a_part_that_a_preset_chose_leaves_with_its_options():
     recipe = compose("experiment=digits_one_step")
     assert (recipe.objective["name"], recipe.objective["guidance_scale"]) == ("mean_flow", 2)

@@ -87,6 +87,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_recipe_of_finetuning_runs(tmp_path, monkeypatch):
     """An imported DiT, on latents of other classes: with routing, then densely."""
     monkeypatch.chdir(tmp_path)

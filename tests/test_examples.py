@@ -37,6 +37,7 @@ def guides(first_line):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixer_tiny", "Mean", "Averages"])
 def test_what_the_guide_writes_keeps_the_contract(own_registry, name):
     if name == "mixer_tiny":
@@ -51,6 +52,7 @@ def test_what_the_guide_writes_keeps_the_contract(own_registry, name):
         CHECKS[label](Probe(name, overrides={"hidden_size": 16, "depth": 4}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backbone", ["dit_tiny", pytest.param("mamba_tiny", marks=pytest.mark.nightly)]
 )

@@ -21,6 +21,7 @@ def loaded(*modules):
 """
 
 
+@pytest.mark.slow
 def test_the_method_needs_no_run_and_the_digits_no_library_of_data():
     absent = (*OTHERS, *(f"tread_zoo.{room}" for room in ROOMS))
     heavy = ("sklearn", "torchvision", "pandas", "scipy")
@@ -33,6 +34,7 @@ def test_the_method_needs_no_run_and_the_digits_no_library_of_data():
 WRONG = ["sed=1", "training.num_step=3", "evaluation.num_images=0", "seed=x"]
 
 
+@pytest.mark.slow
 def test_help_wrong_settings_and_the_kit_s_plug_in_do_not_wait_for_torch():
     code = LOADED + (
         "import tread_zoo.testing.plugin\n"  # as every pytest run does

@@ -48,6 +48,7 @@ def _is_text(call):
     return "True" in (given.get("text"), given.get("universal_newlines"))
 
 
+@pytest.mark.slow
 def test_every_file_and_process_is_read_and_written_in_utf_8():
     found = {
         str(file.relative_to(ROOT)): lines

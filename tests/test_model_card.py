@@ -113,6 +113,7 @@ def test_names_are_text_in_every_part_of_the_card(run, tmp_path, name):
     assert ast.literal_eval(code.rpartition("load_pretrained")[2].strip()) == name
 
 
+@pytest.mark.slow
 def test_nothing_of_this_machine_is_published(run, tmp_path):
     """Neither of the run and its place, nor of files that its settings and scores name."""
     other = train_small(

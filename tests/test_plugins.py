@@ -43,6 +43,7 @@ def numbers(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_documented_command(tmp_path):
     folder = tmp_path / "run"
     done = run("train.py", *DOCUMENTED, *SMALL, "evaluation.num_images=70", f"run_dir={folder}")
@@ -63,6 +64,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_other_kind(trained):
     logged = {name for row in numbers(trained) for name in row}
     assert {"beyond_delta", "alignment_loss"} <= logged
@@ -70,6 +72,7 @@ def test_every_other_kind(trained):
         assert {"loss", "beyond_delta"} <= {name for _, name, _ in csv.reader(stream)}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_which_module_it_needs(trained):
     checkpoint = f"checkpoint={trained}"
     done = run("sample.py", checkpoint, "num_images=4", plugin=False)
@@ -80,6 +83,7 @@ def test_a_checkpoint_says_which_module_it_needs(trained):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_yaml_of_ones_own_names_the_plug_in(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -104,6 +108,7 @@ def page(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_page_train_from_the_current_folder(page):
     done = run(
         "train.py", "plugins=[mine]", "data=bars", "objective=cosine", "guidance=unlabelled",
@@ -115,6 +120,7 @@ def test_the_parts_of_the_page_train_from_the_current_folder(page):
     assert {"largest", "held_out_loss"} <= logged
 
 
+@pytest.mark.slow
 def test_help_and_comparisons_know_the_parts_of_the_current_folder(page):
     given = ["plugins=[mine]", "guidance=unlabelled"]
     done = run("train.py", *given, "--help", plugin=False, cwd=page)
@@ -127,6 +133,7 @@ def test_help_and_comparisons_know_the_parts_of_the_current_folder(page):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_objective_and_the_alignment_of_the_page_train_in_half_precision(page):
     done = run(
         "train.py", "plugins=[mine]", "data=table", f"data.path={write_features(page)}",

@@ -100,6 +100,7 @@ def test_routed_steps_change_every_parameter_of_a_fresh_network(cls):
     assert torch.equal(deepcopy(backbone)(x, t, y), backbone(x, t, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["gradients_flow", "sampling"])
 @pytest.mark.parametrize("method", available("routing"))
 @pytest.mark.parametrize("cls", FEW)

@@ -111,6 +111,7 @@ def test_registers_are_learned_tokens_that_no_route_takes(name):
 SHELLS = ("dit_tiny", "mamba_tiny", "rwkv7_tiny", "uvit_tiny")  # one of each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in SHELLS else pytest.param(n, marks=pytest.mark.nightly) for n in SMALL]
 )

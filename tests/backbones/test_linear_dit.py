@@ -46,6 +46,7 @@ def mix_by_loop(mixer, x, layout):
     return mixed @ mixer.proj.weight.T + mixer.proj.bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotary", [False, True])
 @torch.no_grad()
 def test_the_mixer_equals_the_sum_written_out(rotary):

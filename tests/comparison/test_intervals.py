@@ -41,6 +41,7 @@ def planted(effect, seeds=3, trials=1000):
     return pd.Series(verdicts).value_counts(normalize=True)
 
 
+@pytest.mark.slow
 def test_a_planted_null_is_settled_in_one_of_twenty_and_a_planted_effect_is_found():
     assert planted(0)["not settled"] == pytest.approx(0.95, abs=0.02)
     verdicts = planted(-1.0)

@@ -95,6 +95,7 @@ def test_a_table_has_each_method_over_the_dense_network_of_its_backbone(tmp_path
     assert f'data-tip="{ends}, ahead; behind in kernel distance; n = 3"' in page
 
 
+@pytest.mark.slow
 def test_the_value_at_equal_flops_is_read_off_the_curve(tmp_path):
     write_pair(tmp_path, [0.4, 0.4], [0.4, 0.4])
     # the dense run at 70 of its 100 steps, between those that were scored at 60 and 80
@@ -115,6 +116,7 @@ def test_the_best_comes_first_and_a_distance_decides(tmp_path):
     assert best.index('<tr class="best">') < best.index("dense") < best.index("<tr>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chance",
     [
@@ -217,6 +219,7 @@ def test_failed_unfinished_and_repeated_runs_are_noted(tmp_path):
                      tmp_path, title="t")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_pages_hold_no_paths_of_the_machine(tmp_path):
     for name, path in (("a", "one/photos"), ("b", "two/photos"), ("twin", "one/photos")):
         data = {"name": "npz", "path": f"{tmp_path}/{path}.npz"}
@@ -408,6 +411,7 @@ def test_what_blocks_are_worth_has_a_strip_for_each_setting(tmp_path):
     assert len(curves[curves.metric == "contribution_0"]) == 4 * 5
 
 
+@pytest.mark.slow
 def test_a_routed_setting_is_compared_with_the_blocks_outside_its_route_alone(tmp_path):
     for name, routing, depth, final in (
         ("dense", "none", 12, 0.40), ("routed", "tread", 12, 0.44), ("shallow", "none", 6, 0.43),

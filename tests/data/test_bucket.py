@@ -79,6 +79,7 @@ def test_the_batches_of_two_ranks_are_those_of_one(tmp_path):
     assert batches(8, 1) == [first + second for first, second in halves]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_oldest_parts_leave_the_disk(tmp_path, num_workers):
     data = open_bucket(write_bucket(tmp_path / "table", 12), tmp_path / "cache")

@@ -19,6 +19,7 @@ def save(tmp_path, **arrays):
     return str(tmp_path / "set.npz")
 
 
+@pytest.mark.slow
 def test_digits_are_scikit_learns():
     from sklearn.datasets import load_digits
 

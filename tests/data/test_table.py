@@ -195,6 +195,7 @@ def test_a_saved_set_with_its_own_test_split(tmp_path):
     assert sorted(values_of(split.train, split.held_out)) == list(range(12))
 
 
+@pytest.mark.slow
 def test_parquet_files_resized_to_grey_through_the_loader(tmp_path):
     picture_table(range(10), size=(12, 20)).to_parquet(tmp_path / "set" / "train-00000.parquet")
     given = {"path": str(tmp_path / "set"), "image_size": 8, "channels": 1}

@@ -147,6 +147,7 @@ def test_a_context_is_the_encoding_less_that_of_the_empty_text(tmp_path, kind, w
         assert contexts[0].abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_captions_become_contexts_of_a_table(tmp_path, caplog):
     options = in_text_files(tmp_path / "set")
     (tmp_path / "set" / "3.txt").write_text("")
@@ -195,6 +196,7 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "contexts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENCODERS)
 @pytest.mark.parametrize("write", [in_text_files, in_a_column, in_json_of_shards])
 def test_an_encoder_in_the_data_gives_the_contexts_of_a_table(tmp_path, cache, write, kind):

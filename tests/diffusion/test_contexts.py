@@ -85,6 +85,7 @@ def test_an_image_is_a_function_of_its_number_and_its_context():
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_flops_count_the_context_tokens():
     """As many registers, and the linear map of the embeddings."""
     registers = network(context_length=0, context_size=0, num_registers=T)

@@ -126,6 +126,7 @@ def test_a_score_has_them(tmp_path):
     assert again["contributions"] == record["contributions"]
 
 
+@pytest.mark.slow
 def test_on_images_of_its_own_a_network_s_blocks_rank_as_on_real_ones():
     run = restore("dit", weights="ema", device="cpu", precision="fp32")
     sampling = run.sampling({"num_steps": 10}, {})

@@ -45,6 +45,7 @@ def record(tiny):
     return tiny.score()
 
 
+@pytest.mark.slow
 def test_streamed_samples_score_as_if_they_were_all_there(tiny, samples, record, tmp_path):
     labelled = write_npz(tmp_path / "samples.npz", samples, [i % 3 for i in range(23)])
     metrics = ["label_accuracy", *METRICS]

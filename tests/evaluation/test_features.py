@@ -189,6 +189,7 @@ def test_the_scripts_make_features_and_a_reference_that_images_are_scored_with(t
     assert values[0]["label_accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_any_network_is_an_extractor_once_it_is_exported(tmp_path):
     class Network(nn.Module):
         def __init__(self):

@@ -57,6 +57,7 @@ def check_both_passes(network, hand, routes=()):
     assert count_flops(network, routes=concrete(routes), backward=True) == hand.both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("routes", "labels"), [((), False), (((0, 2, 5), (3, 5, 11)), True)])
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_networks(name, routes, labels):
@@ -66,6 +67,7 @@ def test_tiny_networks(name, routes, labels):
     check_both_passes(digits(name, 10 * labels, depth=depth), hand, routes)
 
 
+@pytest.mark.slow
 def test_several_chunks_of_a_published_width():
     """Latents of 4x32x32: 256 tokens of 16 values; routes keep some of the tokens."""
     sizes = {"D": 384, "depth": 4, "expand": 2, "S": 64, "P": 64}
@@ -267,6 +269,7 @@ def test_what_changes_over_sampling_costs_the_calls_that_happen():
     assert cost(sparse) == (8, 5 * DENSE + 3 * routed)
 
 
+@pytest.mark.slow
 def test_two_networks_whose_rates_cross():
     """The rates follow a cosine from 0.6 to 0, and the reverse: of 16 tokens, 9, 4 and 0 bypass."""
     guidance = SparseAutoGuidance(weak_checkpoint="x")

@@ -59,6 +59,7 @@ def test_the_same_images_give_the_same_numbers_wherever_they_are(own, tmp_path):
     assert alone["protocol"]["num_reference"] == 45
 
 
+@pytest.mark.slow
 def test_statistics_are_of_one_extractor_and_allow_distances_alone(own, tmp_path):
     path = write_reference(tmp_path / "r.npz", REAL, own)
     with pytest.raises(ValueError, match=r"'kid' compares images, and .* has statistics alone"):

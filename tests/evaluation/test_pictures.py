@@ -8,6 +8,7 @@ from PIL import Image
 from tread_zoo.evaluation.pictures import save_animation, save_grid
 
 
+@pytest.mark.slow
 def test_an_animation_ends_with_the_last_picture_and_is_small(tmp_path):
     paths = [tmp_path / f"{i:02}.png" for i in range(50)]
     for i, path in enumerate(paths):

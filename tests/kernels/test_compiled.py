@@ -126,6 +126,7 @@ def test_rows_are_independent_wherever_they_lie_in_memory(op) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @needs_compiler
 @all_compiled
 def test_opcheck(op) -> None:
@@ -199,6 +200,7 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path, cc, message) -> None:
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()], "half made"
 
 
+@pytest.mark.slow
 def test_a_compiler_that_hangs_is_stopped_and_remembered(tmp_path, cc, monkeypatch) -> None:
     monkeypatch.setattr(compiled, "TIMEOUT", 0.3)
     cc(f"echo x >>{tmp_path}/calls\n/bin/sleep 60 & echo $! >{tmp_path}/child\nwait\n".encode())

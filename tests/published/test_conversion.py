@@ -64,6 +64,7 @@ def test_every_value_lands(tmp_path, name, rows):
     torch.testing.assert_close(landed, given, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dit", "sit", "uvit", "dis", "drwkv"])
 def test_published_sizes_are_recognised_by_their_shapes(name):
     form = FORMATS[name]

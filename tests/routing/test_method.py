@@ -140,6 +140,7 @@ def test_an_option_that_went_names_what_is_there_instead(option, instead):
         make_config(routing={option: 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path_drop", [0.0, 0.25])
 def test_paths_are_dropped_as_often_as_asked(path_drop):
     steps = range(1000)

@@ -66,6 +66,7 @@ def test_each_step_draws_what_its_variant_counts():
     assert next_step == 97
 
 
+@pytest.mark.slow
 def test_probability_is_decided_by_seed_and_step_alone():
     found = [bool(drawn("tread", index=i, num_steps=STEPS, probability=0.3)) for i in range(STEPS)]
     assert sum(found) / STEPS == pytest.approx(0.3, abs=0.06)  # four standard deviations

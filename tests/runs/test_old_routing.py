@@ -109,6 +109,7 @@ def aged(folder):
     (checkpoint / "checkpoint.json").write_text(json.dumps(meta))
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_an_old_checkpoint_equals_an_unbroken_one(tmp_path):
     given = ["routing=sprint", "routing.absent=dense", "routing.path_drop=0.5"]
     given += ["training.checkpoint_every=3", "training.keep_checkpoints=9"]
@@ -124,6 +125,7 @@ def test_a_run_resumed_from_an_old_checkpoint_equals_an_unbroken_one(tmp_path):
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_no_method_reads_says_so(tmp_path):
     folder = train_small(tmp_path / "run", "routing=sprint", "routing.absent=dense")
     aged(folder)

@@ -165,6 +165,7 @@ def test_evaluating_prints_the_numbers_and_writes_them_under_their_protocol(trai
     assert protocol["weights"] == "ema"
 
 
+@pytest.mark.slow
 def test_what_the_network_cannot_take_is_one_clear_message(trained):
     folder, _ = trained
     said = call("sample.py", f"checkpoint={RUN}", "label=10", "out=bad", cwd=folder, expect=1)
@@ -242,6 +243,7 @@ def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
     assert list(tmp_path.iterdir()) == [], "something half-written is left"
 
 
+@pytest.mark.slow
 def test_what_is_there_is_listed(tmp_path):
     said = call("list.py", cwd=tmp_path)
     for words in ("dit_tiny", "dit_xl_2", "tread\n", "arXiv 2501.04765", "dit_fashion_mnist"):

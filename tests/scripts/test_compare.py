@@ -183,6 +183,7 @@ def test_every_study_is_a_set_of_settings_that_can_be_built(study, monkeypatch):
     assert f"run_dir='{cells[0].result.parent}'" in cells[0].command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "message"),
     [

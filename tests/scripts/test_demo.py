@@ -35,6 +35,7 @@ def test_a_picture_comes_out_of_the_noise_and_ends_as_it_is_sampled(run):
         next(draw(run, codec, None, "3", 4, 2.0, 0, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_route_s_picture_has_the_kept_tokens(order):
     for selector in set(available("selector")) - {"norm"}:

@@ -10,6 +10,7 @@ from tests.scripts.test_command_line import call
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.slow
 def test_import_sample_and_export(tmp_path):
     torch.save({"ema": theirs("sit", channels=3)}, tmp_path / "theirs.pt")
     said = call("import_checkpoint.py", "format=sit", "in=theirs.pt", "out=runs/sit", cwd=tmp_path)
@@ -29,6 +30,7 @@ def test_import_sample_and_export(tmp_path):
     assert all(torch.equal(back[key], value) for key, value in theirs("sit", channels=3).items())
 
 
+@pytest.mark.slow
 def test_a_network_of_ddpm_is_sampled_with_guidance(tmp_path):
     torch.save(theirs("dit"), tmp_path / "theirs.pt")
     call("import_checkpoint.py", "format=dit", "in=theirs.pt", "out=runs/dit", cwd=tmp_path)

@@ -43,6 +43,7 @@ def run_kit(folder, *arguments):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_strangers_backbones_are_checked(folder):
     code, said = run_kit(
         folder, "--backbone", "strange_nets.dits:stranger_tiny", "--backbone", "stranger_wrong",
@@ -58,6 +59,7 @@ def test_a_strangers_backbones_are_checked(folder):
     assert "5 passed" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

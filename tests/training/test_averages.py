@@ -85,6 +85,7 @@ def test_a_run_s_averages_equal_the_sums_of_its_weights(tracked):
         assert (made - expected).norm() < tolerance * (expected - weights[0]).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [True, False])
 def test_a_run_s_exponential_average_counts_steps_from_1(tracked, run, warmup):
     folder = tracked if warmup else run("constant", *OPTIONS, "training.ema_warmup=false")
@@ -100,6 +101,7 @@ def test_a_run_s_exponential_average_counts_steps_from_1(tracked, run, warmup):
         assert (averages[k - 1] - expected).norm() < 1e-4 * moved, k
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_snapshots_and_without(tracked, run):
     plain = run("plain", *OPTIONS)
     own = files(tracked)
@@ -112,6 +114,7 @@ def test_a_run_is_the_same_with_snapshots_and_without(tracked, run):
             "training.num_steps=7")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_the_same_averages(tracked, copy_of):
     """Snapshots after the step that it goes on from, perhaps of other settings, are not kept."""
     expected, folder = files(tracked), copy_of(tracked)

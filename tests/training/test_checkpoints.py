@@ -197,6 +197,7 @@ def sampled_as(restored, sampler=NOTHING, guidance=NOTHING):
     return restored.sampling(sampler, guidance).as_dict()
 
 
+@pytest.mark.slow
 def test_sampling_at_a_rate_routes_as_training_did(one_step):
     restored = restore(one_step, weights="ema", device="cpu", precision="fp32")
     sampling = restored.sampling({"selection_rate": 0.75}, {})
@@ -205,6 +206,7 @@ def test_sampling_at_a_rate_routes_as_training_did(one_step):
     assert sampled_as(restored)["selection_rate"] == 0.0
 
 
+@pytest.mark.slow
 def test_sampling_as_the_run_had_it_but_for_a_value(run):
     folder = run(
         "run", "training.num_steps=1", "sampler=flow_sde", "sampler.num_steps=3",
@@ -227,6 +229,7 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
     assert (score["sampling"], score["nfe"]) == (own, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sampler", "guidance"),
     [

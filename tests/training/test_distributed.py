@@ -72,6 +72,7 @@ def assert_same_run(one, other, num_steps, atol=1e-5, more=()):
         assert apart**0.5 < 100 * atol * size**0.5, part
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process_with_the_double_batch(tmp_path, free_port):
     """Sharded, with fusions and dropped paths; and where a score of the states chooses, with one
     image on each rank. Draws belong to the image, not to the rank that sees it."""
@@ -91,6 +92,7 @@ def test_two_ranks_equal_one_process_with_the_double_batch(tmp_path, free_port):
         torch.testing.assert_close(*first, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_ranks_with_other_images_of_the_same_shape_or_other_code_do_not_start(tmp_path, free_port):
     for rank in "01":
         (tmp_path / rank).mkdir()
@@ -108,6 +110,7 @@ train_small(f"{sys.argv[1]}/run", "data=npz", f"data.path={sys.argv[1]}/{os.envi
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_ends_one_rank_ends_all(tmp_path, free_port):
     """Settings that differ; a signal to one rank while the main one draws samples, or both draw for
     a score, or between lines of the log; a loss of one rank that is NaN; a rank that is killed."""

@@ -83,6 +83,7 @@ def test_a_run_and_what_was_pushed_are_sources(source, tmp_path):
         assert_carried(first, start(tmp_path / "next", place, "overwrite=true"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

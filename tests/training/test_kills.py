@@ -85,6 +85,7 @@ def test_kills_change_nothing(tmp_path, overrides, rounds):
     assert steps[0] == steps[1]
 
 
+@pytest.mark.slow
 def test_a_run_in_a_thread_ends_when_its_time_is_over(tmp_path):
     """Only the main thread may handle signals: one would end the whole process."""
     given = ["training.num_steps=100000", "training.max_time_s=1", "lr_schedule=constant"]

@@ -68,6 +68,7 @@ def test_fused_matrices_are_split_into_what_they_fuse(name, part, sizes):
     assert hidden_matrices(network)[f"blocks.1.{part}"] == sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "adjust_lr_fn", "nesterov"),
     [

@@ -219,6 +219,7 @@ def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch
     assert [row["step"] for row in read_metrics(broken)].count(4) == 1
 
 
+@pytest.mark.slow
 def test_side_files_that_are_damaged_do_not_keep_a_run_from_going_on(in_two_parts, copy_of, caplog):
     folder = copy_of(in_two_parts)
     before = {name: read_lines(folder / name) for name in ("metrics.jsonl", "commands.jsonl")}
@@ -259,6 +260,7 @@ def test_resuming_another_run_names_the_difference(in_two_parts, override, field
     assert find_checkpoint(in_two_parts).step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -305,6 +307,7 @@ def test_resuming_without_a_run_is_an_error_and_auto_starts(run, tmp_path):
     assert find_checkpoint(run("run", *short, "training.num_steps=2")).step == 2
 
 
+@pytest.mark.slow
 def test_a_run_taken_up_in_its_middle_drops_what_came_after(in_two_parts, copy_of):
     folder = copy_of(in_two_parts)
     middle = f"resume={folder / 'checkpoints' / 'step_00000003'}"

@@ -49,6 +49,7 @@ def test_a_second_run_is_refused(run, interrupted, tmp_path, overrides):
     assert len(list(tmp_path.glob("run.*"))) == len(overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
 def test_a_run_whose_folder_was_taken_away_ends(run, interrupted, tmp_path, again):
     folder = tmp_path / "run"

@@ -84,6 +84,7 @@ def test_a_finished_run_that_is_resumed_repeats_nothing(scored, copy_of):
     assert scored_steps(folder) == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_images_are_kept_of_the_last_score(run, tmp_path):
     """The folder must be empty, which it would not be at the second score."""
     kept = tmp_path / "kept"

@@ -67,6 +67,7 @@ def test_a_tracker_gets_what_the_local_file_gets(run):
     assert CALLS[-1] == ("close",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["start", "log"])
 def test_a_tracker_that_fails_is_dropped_with_one_warning(run, caplog, broken):
     folder = run("run", "tracker=noting_for_tests", f"tracker.broken={broken}")

@@ -195,6 +195,7 @@ class FlowThatBreaks(FlowMatching):
         return losses, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "words"), [("nan", "nan"), ("inf", "inf"), ("gradient", r"[0-9.]+, the norm of its")]
 )
@@ -289,6 +290,7 @@ def test_bad_settings_raise_before_anything_is_written(run, tmp_path, overrides,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_replaced_by_accident(run, finished, copy_of, tmp_path):
     folder = copy_of(finished)
     (folder / "config.json").unlink()  # as that of an imported network
@@ -309,6 +311,7 @@ def test_a_folder_of_something_else_is_left_alone(run, tmp_path):
         run("run", "overwrite=true")
 
 
+@pytest.mark.slow
 def test_forms_set_by_hand_run_and_are_refused_by_name(run):
     from tread_zoo.kernels import get_forms, set_forms
 

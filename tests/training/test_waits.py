@@ -109,6 +109,7 @@ def trace(monkeypatch, *overrides):
 FEW = ("dit_tiny", "mamba_tiny", "rwkv7_tiny")  # whose dense steps stand for those of the others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backbone", "routing"),
     [
@@ -122,6 +123,7 @@ def test_a_step_neither_reads_from_the_device_nor_copies_to_it(monkeypatch, back
     trace(monkeypatch, *sizes, f"routing={routing}", "training.horizontal_flip=true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -162,6 +164,7 @@ def test_a_read_or_a_copy_is_noticed(copy_or_read):
         copy_or_read(torch.ones((), device=META))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_an_optimizer_learns_on_the_device_whether_to_step(name):
     sizes = {"input_size": 4, "in_channels": 1, "num_classes": 3, "depth": 3}
