@@ -68,7 +68,7 @@ class Mamba2(ScanBackbone):
 
 
 class LinearDiT(LightningBackbone):
-    """LightningDiT with linear attention without order, SANA's (arXiv 2410.10629)."""
+    """LightningDiT with linear attention without order or decay, as in SANA (arXiv 2410.10629)."""
 
     mixer = LinearAttention
 

@@ -46,11 +46,11 @@ class Kind:
 
     Args:
         small: default configuration, 12 blocks of width 64. Checkpoints rely on it.
-        given: keyword of the class -> name of its value in `Diffusers._complete`, for keywords that
-            follow from the data, the patch size and the width.
+        given: the class's keywords that follow from the data, the patch size and the width, as
+            {keyword: name of its value in `Diffusers._complete`}.
         text, pooled: the class's keywords for the width of text tokens and of a pooled text vector;
             None if it takes none.
-        joint: whether the blocks change the text tokens, too, and return them before the image's.
+        joint: whether the blocks change text tokens, too, and return (text tokens, image tokens).
         packed: whether the class takes patches [B, N, C * p * p] and positions, not images.
         rotary: whether the blocks take a table of positions.
         time_scale: factor by which t is multiplied for the class.
@@ -131,7 +131,8 @@ class _Pass:
     Args:
         lists: names of the class's lists of blocks, in order.
         joint: see `Kind`.
-        end: {argument name: tokens} that the last list returns; None: the pass ends at that list.
+        end: the tokens that the last list returns, {name of a block's argument: tokens}; None: the
+            pass ends when the last list is called.
     """
 
     def __init__(self, lists: list[str], joint: bool, end: Mapping[str, Tensor] | None) -> None:
@@ -161,7 +162,7 @@ class Diffusers(Backbone):
     """A transformer class of diffusers, trained from scratch; label embeddings replace text.
 
     Args:
-        input_size, in_channels, num_classes: see `Backbone`, as for patch_size and learn_sigma.
+        input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
         cls: name of the class in diffusers.
         config: configuration of the class; the defaults make 12 blocks of width 64.
         num_class_tokens: T, the number of text tokens per label.
@@ -271,9 +272,9 @@ class Diffusers(Backbone):
     def _run(self, arguments: Mapping[str, Any], end: Mapping[str, Any] | None) -> Any:
         """Run the class's forward on `arguments`, without its blocks.
 
-        Return the output that the forward computes if its blocks return the tokens in `end`,
-        {argument name: tokens}. If `end` is None, return {name of a list of blocks: arguments of
-        its first block}.
+        Return the output that the forward computes if its blocks return the tokens in `end`, {name
+        of a block's argument: tokens}. If `end` is None, return {name of a list of blocks:
+        arguments of its first block}.
         """
         first = {name: self.blocks[at] for at, (name, i) in enumerate(self.place_of) if i == 0}
         run: Any = _Pass(list(first), self.kind.joint, end)
@@ -301,9 +302,8 @@ class Diffusers(Backbone):
         return (tokens,), Condition(of_lists, arguments)
 
     def _tokens(self, stream: Tensor) -> dict[str, Tensor]:
-        """Return {name of the blocks' argument: tokens} for the image tokens in `stream`, and for
-        the text tokens if the blocks change them. The stream is then [B, T + K, D], T text tokens
-        before K image tokens, else [B, K, D]."""
+        """Return {name of the blocks' argument: tokens} for `stream`: K image tokens [B, K, D] or,
+        if the blocks change text tokens, too, T text tokens and then the image's [B, T + K, D]."""
         text, tokens = stream.tensor_split([self.num_extra_tokens], dim=1)
         named = {"hidden_states": tokens}
         return {**named, "encoder_hidden_states": text} if self.kind.joint else named

@@ -5,7 +5,7 @@ attention in some blocks (Kimi Linear, arXiv 2510.26692; Qwen3-Next; Dimba, 2406
     pattern=[{"name": "gated_deltanet", "repeat": 3, "per_channel": True}, {"name": "attention"}]
 
 The pattern is repeated up to the depth. A name is any registered backbone with a mixer, also from a
-plug-in; `attention` is the mixer of `lightning_dit`. The shell is LightningDiT's, and every block
+plug-in; `attention` is the mixer of `lightning_dit`. All else is LightningDiT's, and every block
 has SwiGLU. Every mixer has H heads; its other options are those in the list, or its defaults. With
 attention only, this is `lightning_dit`.
 
@@ -103,8 +103,8 @@ class Hybrid(LightningBackbone):
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return ("backbone", name) for each registered backbone whose mixer is named by the entry
-        `pattern` of this backbone's `options`."""
+        """Return ("backbone", name) for each name in the `pattern` of this backbone's `options`,
+        except `attention`."""
         pattern = options.get("pattern", "")
         parts = pattern.split(",") if isinstance(pattern, str) else [p["name"] for p in pattern]
         names = [part.partition(":")[0].strip() for part in parts]

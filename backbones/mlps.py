@@ -30,7 +30,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden_size: D.
         mlp_ratio: inner width of an MLP without a gate, divided by D. The inner width here is 2/3
-            of it, for equally many parameters.
+            of that MLP's, for equally many parameters.
     """
 
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:

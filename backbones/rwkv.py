@@ -52,10 +52,11 @@ class RWKVBlock(nn.Module):
 class RWKV(AdaLNBackbone):
     """Diffusion-RWKV (arXiv 2404.04478), with long skips from block i to block depth - 1 - i.
 
-    For every skip, the default route [3, -3) contains both blocks or neither.
+    The default route, blocks 3 … depth - 4, contains both blocks of a skip or neither.
 
     Args:
         depth: number of blocks, odd: the middle one has no skip.
+        options: options of `AdaLNBackbone`.
     """
 
     mixer, mlp = SpatialMix, ChannelMix

@@ -99,7 +99,7 @@ class Shell(Backbone, metaclass=CheckedInit):
     subclass takes its own keywords and passes **options on.
 
     Args:
-        input_size, in_channels, num_classes: see `Backbone`, as for patch_size and learn_sigma.
+        input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
         hidden_size: width D of the tokens.
         time_scale: factor on t before its sinusoidal embedding; 1000 suits noise labels of order 1.
         num_registers: number of learned extra tokens, which routes never drop (arXiv 2309.16588).
@@ -156,9 +156,9 @@ class Shell(Backbone, metaclass=CheckedInit):
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
 
     def make_part(self, part: type[Any], index: int, **options: Any) -> Any:
-        """Return an instance of `part`, the class of a mixer or MLP, for block `index`. Of the
-        backbone's options, replaced by `options` where both have one, its constructor gets those
-        that it names."""
+        """Return an instance of `part`, the class of a mixer or MLP, for block `index`. Its
+        constructor gets those of the backbone's options that it takes; `options` add to these or
+        replace them."""
         names = read_keywords(part)
         given = {**self.options, **options, "hidden_size": self.hidden_size}
         given = {"index": index, **given, "grid": self.grid}
@@ -247,7 +247,8 @@ class AdaLNBlock(nn.Module):
         Args:
             x: tokens [B, L, D], normalised and modulated.
             prepared: the result of `prepare`.
-            values: one tensor, the values that mixers share, or none if they share no values.
+            values: a tuple of one tensor, the values [B, L, V] of width V that the network's mixers
+                share; an empty tuple if they share none.
         """
         if not self.mixer.value_size:
             return self.mixer(x, prepared), None
@@ -279,7 +280,7 @@ class AdaLNBackbone(Shell):
     Args:
         depth: number of blocks.
         reversed_time: embed 1 - t, for networks whose time is 1 at the data.
-        context_as: tokens (a context joins the sequence) or cross_attention (blocks attend to it).
+        context_as: `tokens`: a context joins the sequence. `cross_attention`: blocks attend to it.
             Only for networks with contexts.
         options: options of the mixer, the MLP and `Shell`; fixed positions need a hidden_size D
             divisible by 4.

@@ -1,8 +1,8 @@
 """Train grids of settings, and put their numbers on one page.
 
-tread-zoo compare                                       # the study architectures
+tread-zoo compare                                       # the study named architectures
 tread-zoo compare backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
-tread-zoo compare compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
+tread-zoo compare compare.study=selectors backbone=mamba_tiny     # studies are in configs/study/
 tread-zoo compare compare.jobs=2 training.score_every=100 compare.out=comparisons/faces
 tread-zoo compare compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
 tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def hang_up(number: int, frame: FrameType | None) -> NoReturn:
-    """Stop as on Ctrl-C. A closing terminal sends the signal twice: the second is ignored."""
+    """Handle SIGHUP: stop as on Ctrl-C. A closing terminal sends it twice; ignore the second."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -1,10 +1,10 @@
-"""Show what this machine has, which form of each operation runs and why, and what is registered.
+"""Show what this machine has, which code runs each operation and why, and what is registered.
 
 tread-zoo doctor
 tread-zoo doctor device=cpu kernels.selective_scan=naive
 tread-zoo doctor backbones='mamba*' input_size=8 in_channels=1    # FLOPs, routes
 
-Ends with status 1 if a self-test fails.
+The exit status is 1 if a self-test fails.
 """
 
 import sys

@@ -11,7 +11,7 @@ tread-zoo encode data=image_folder data.path=photos data.image_size=64 vae=none 
     text_encoder=openai/clip-vit-large-patch14
 tread-zoo train data=table data.path=photos_table guidance=cfg \\
     training.num_steps=10000
-tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
+tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # for data=table
 torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the work
 RANK=3 WORLD_SIZE=16 tread-zoo encode …                # so do the jobs of a job array
 

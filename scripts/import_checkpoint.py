@@ -33,10 +33,10 @@ class ImportConfig:
         out: a new folder, for checkpoint=… of the other commands.
         export: convert in the other direction: `in` is a run's folder, and `out` a file in the
             project's format. Of the fields below, only `weights` applies.
-        weights: what to export: ema, the averaged weights; model, those without averaging; or an
-            average of a relative width, as in ema:0.05.
-        objective: training objective of the network; null is the project's usual one. With
-            format=tread it is edm or flow.
+        weights: what to export: `ema`, the averaged weights; `model`, those without averaging; or
+            an average of a relative width, as in `ema:0.05`.
+        objective: training objective of the network; null is the project's usual one. For
+            format=tread, null is `edm`, and the other choice is `flow`.
         num_heads: number of attention heads, which no tensor shows; null is that of the published
             size.
         num_classes: number of classes; null is the number of rows of the label table, less one.

@@ -31,8 +31,8 @@ class ReferenceConfig:
     Args:
         plugins, data, device: see `RunConfig`.
         out: an .npz file, for evaluation.reference.
-        evaluation: reference (train or held_out), num_reference, batch_size, extractor and the
-            files of the extractor's weights; other fields are ignored.
+        evaluation: only the fields `reference` (`train` or `held_out`), `num_reference`,
+            `batch_size`, `extractor` and the files of the extractor's weights are used.
     """
 
     plugins: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class SampleConfig(CheckpointConfig):
         first_index: number of the first image. Image i of a seed is the same in every call.
         label: one class for all, by number or by the name of its folder; null is i mod num_classes
             for image i.
-        prompt: a text, or several; image i gets text i mod n. A run without guidance is then guided
+        prompt: a text, or n texts; image i gets text i mod n. A run without guidance is then guided
             by `cfg`, if it was trained with label dropout.
         text_encoder: folder of the text encoder; null is the run's.
         image_size: side of the images, or height and width, as in [32,64]; null is the size of
@@ -71,7 +71,7 @@ class SampleConfig(CheckpointConfig):
             context i mod n. null takes contexts of held-out images.
         seed: seed of the images.
         batch_size: images per batch.
-        vae: folder of the autoencoder; null is the run's autoencoder; none writes latents.
+        vae: folder of the autoencoder; null is the run's autoencoder; `none` writes latents.
         gif: also write an animation of up to 50 images as they come out of the noise.
     """
 
@@ -181,8 +181,8 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
 def _names(
     run: "Restored", config: SampleConfig, indices: range, labels: "Tensor | None"
 ) -> list[str]:
-    """Return the name of each image's class, given by `labels`, or else its prompt, given by its
-    number in `indices`. The result is empty without classes and prompts."""
+    """Return a name for each of the images `indices`: its class's, if `labels` are given, or else
+    its prompt. The list is empty if there are neither labels nor prompts."""
     if labels is not None:
         known = run.class_names
         return [known[label] if known else str(label) for label in labels.tolist()]

@@ -43,7 +43,8 @@ complete -o nospace -o default -F _tread_zoo tread-zoo
 
 
 def main() -> None:
-    """Run the script named first; the other words are its arguments."""
+    """Run the script that the first word of the command line names; the other words are its
+    arguments."""
     name, *words = sys.argv[1:] or ["--help"]
     texts = {"--version": __version__, "--shell-completion": COMPLETION}
     if name in ("-h", "--help", *texts):

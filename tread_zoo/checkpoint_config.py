@@ -17,11 +17,11 @@ class CheckpointConfig:
     """Settings of every script that uses a trained network.
 
     Args:
-        plugins: modules that register parts; all that the checkpoint needs must be loaded.
+        plugins: modules that register parts, among them all those whose parts the checkpoint has.
         checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
         out: where the result goes; null: to the run's folder, see each script.
-        weights: ema, the averaged weights; model, those without averaging; or ema:0.05, an average
-            of relative width 0.05, for runs with `training.ema_snapshots_every`.
+        weights: `ema`, the averaged weights; `model`, those without averaging; or `ema:0.05`, an
+            average of relative width 0.05, for runs with `training.ema_snapshots_every`.
         device, kernels: see `RunConfig`.
         precision: see `TrainingConfig`.
     """
@@ -44,10 +44,10 @@ class EvaluateConfig(CheckpointConfig):
             [N,H,W,C] and perhaps labels arr_1. All images are scored.
         data: for a checkpoint, options that differ from the run's, as in data={path: …}; for
             samples, the data of the reference, as in data=cifar10.
-        sampler, guidance: fields that replace the run's; `name` chooses another one.
+        sampler, guidance: fields that replace the run's; `name` takes another sampler or guidance.
         evaluation: fields that differ from the run's or, for samples, from the defaults.
-        out: file of the record; null is <run>/score_<step>_<digest of the protocol>.json, or
-            <samples>_score.json.
+        out: the JSON file for scores and protocol; null: <run>/score_<step>_<digest of the
+            protocol>.json or, for samples, <samples>_score.json.
         vae: the autoencoder of latents; null is the run's.
     """
 
@@ -71,7 +71,7 @@ class EncodingConfig:
     Args:
         plugins: see `RunConfig`.
         data: a source of images.
-        vae: a diffusers autoencoder: a folder or a name on the hub; none keeps the images.
+        vae: a diffusers autoencoder: a folder or a name on the hub; `none` keeps images as pixels.
         text_encoder: the text encoder of CLIP or T5 that turns captions into contexts: a folder or
             a name on the hub; null: none.
         text_length: embeddings per caption; longer captions are cut. null takes the length of the
@@ -80,8 +80,9 @@ class EncodingConfig:
             evaluation.extractor; null: none.
         inception_weights, dinov2_weights: see `EvaluationConfig`.
         out: folder of the table; the same command continues a stopped encoding.
-        content: what is stored: moments (mean and logvar, from which training samples), samples
-            (one sample) or mode (the mean); auto is moments if the autoencoder has them, else mode.
+        content: what is stored: `moments` (mean and logvar, from which training samples), `samples`
+            (one sample) or `mode` (the mean); `auto`: `moments` if the autoencoder has them, else
+            `mode`.
         flips: encode mirrored images, too, for training.horizontal_flip.
         dtype: type of stored latents.
         batch_size: images per batch.

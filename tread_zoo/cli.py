@@ -134,8 +134,8 @@ def presets(name: str, config: type) -> dict[str, list[str]]:
 
 
 def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
-    """Return the settings the user gave, as plain values. `${…}` may also refer to defaults, which
-    are those of the class `config`."""
+    """Return the settings the user gave, hydra's `composed`, as plain values. An interpolation
+    `${…}` in them may also refer to a default of the class `config`."""
     given: Any = OmegaConf.to_container(composed)
     given = {field: value for field, value in given.items() if value != {}}
     defaults = OmegaConf.create(default_fields(config))
@@ -144,8 +144,8 @@ def _user_settings(composed: DictConfig, config: type) -> dict[str, Any]:
 
 
 def _entries_in(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the nested mapping `values` whose keys are set in `fields`, which is
-    nested in the same way."""
+    """Return the nested mapping `values` without keys that `fields`, nested in the same way, lacks
+    or has as "???"."""
     return {
         field: _entries_in(values[field], inner) if isinstance(inner, Mapping) else values[field]
         for field, inner in fields.items()
@@ -234,8 +234,8 @@ def errors_in_one_line(
 
 
 def _nobody_reads() -> bool:
-    """Return whether the reader of the standard output is gone. If so, all further output is
-    discarded; if not, another pipe was broken. To find out, an empty line is printed."""
+    """Return whether the reader of the standard output is gone. To find out, an empty line is
+    printed. If nobody reads it, all further output is discarded."""
     try:
         print(flush=True)
     except BrokenPipeError:

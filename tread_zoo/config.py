@@ -90,9 +90,10 @@ class TrainingConfig:
     """How to train.
 
     Args:
-        num_steps: optimizer steps of the whole run; auto: as the data's recipe says, if it has one.
+        num_steps: optimizer steps of the whole run; auto: as the recipe of the data says; data
+            without a recipe need a number.
         num_flops: FLOPs of the whole run, which set `num_steps`, for comparisons at equal cost.
-            Counts forward and backward passes on all processes; a multiply-add is 2.
+            Forward and backward passes of all processes count; a multiply-add is 2 FLOPs.
         batch_size: images per process and micro-step.
         gradient_accumulation_steps: micro-steps per optimizer step.
         max_grad_norm: gradients are clipped to this norm, 1e-6 or more; 0 switches clipping off.
@@ -150,14 +151,16 @@ class EvaluationConfig:
 
     Args:
         num_images: number of samples to score.
-        labels: labels of samples: even, i mod num_classes for image i; random, drawn from the seed.
-        extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), a file of
-            tread-zoo make-features, or a .pt2 file of torch.export; auto is digits-cnn-64 for
-            digits, else inception-v3-compat.
-        metrics: names of registered metrics; auto is fid, kid, precision and recall, as far as
-            extractor, reference and number of images allow; [] makes and scores no samples.
-        reference: train, held_out, a folder of pictures, or an .npz in ADM's format, with images or
-            with statistics from tread-zoo make-reference.
+        labels: labels of samples: `even`: image i has the label i mod num_classes; `random`: labels
+            are drawn from the seed.
+        extractor: `digits-cnn-64`, `inception-v3-compat`, `dinov2-vit-l-14` (or s, b, g in place of
+            l), a file of tread-zoo make-features, or a .pt2 file of torch.export; `auto` is
+            `digits-cnn-64` for digits, else `inception-v3-compat`.
+        metrics: names of registered metrics; `auto` is fid, kid, precision and recall, as far as
+            extractor, reference and number of images allow; `[]` makes and scores no samples.
+        reference: images to compare with: `train` or `held_out`, those of the data; a folder of
+            pictures; or an .npz in ADM's format, with images or with statistics from tread-zoo
+            make-reference.
         num_reference: number of real images, evenly spaced; null: all.
         seed: seed of the samples.
         block_ranges: ranges of blocks, as in [[2, 8]], whose contributions are measured; empty: the
@@ -191,11 +194,11 @@ class SamplingGrid:
 
     Args:
         num_steps: number of steps; auto: the sampler's default.
-        grid: spacing of the steps. flow: uniform, quadratic, logit_normal; edm: rho, log; ddpm:
-            uniform; auto is the objective's first.
-        shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
-            images.
-        rho: edm: how strongly levels concentrate near 0; auto: the objective's rho.
+        grid: spacing of the steps: for flow `uniform`, `quadratic` or `logit_normal`; for edm `rho`
+            or `log`; for ddpm `uniform`. `auto` is the first of these for the objective.
+        shift: for flow, replaces each time t by shift t / (1 + (shift - 1) t); above 1, more steps
+            are spent on noisier images.
+        rho: for edm, how strongly noise levels concentrate near 0; auto: the objective's rho.
         selection_rate: fraction of tokens that bypass blocks in sampling; 0: none.
         routing: the routing method in sampling, such as token_merging; auto: as in training.
     """
@@ -261,9 +264,9 @@ class RunConfig:
             objective, alignment, settings that are not defaults, and the seed.
         init_from: a checkpoint, a run's folder or a name on the hub: a new run starts from its
             weights, and backbone options left at their defaults come from it.
-        resume: null starts a new run; latest continues from the newest checkpoint in `run_dir`;
-            auto does so if there is one, and else starts a new run; or the folder of a run or
-            checkpoint. Settings that are not given come from that run.
+        resume: `null` starts a new run; `latest` continues from the newest checkpoint in `run_dir`;
+            `auto` does so if there is one, and else starts a new run; a folder of a run or
+            checkpoint continues from that. Settings that are not given come from that run.
         resume_changed: continue although backbone, routing, objective, data, alignment or seed
             differ.
         overwrite: move an earlier run in `run_dir` aside.
@@ -397,8 +400,9 @@ def auto_warmup_steps(num_steps: int) -> int:
 
 
 def _auto_run_dir(config: RunConfig) -> str:
-    """Return `runs/<names>_<settings>_seed<n>`. <settings> are those that change what a run
-    computes and differ from their defaults."""
+    """Return `runs/<names>_<settings>_seed<n>`. <names> are those of data, backbone, routing,
+    objective and alignment; <settings> are other settings that change what a run computes and
+    differ from their defaults."""
     names = [config.data["name"], config.backbone["name"], config.routing["name"]]
     names += [config.objective["name"], config.alignment["name"]]
     names = names[:-1] if names[-1] == "none" else names
@@ -456,8 +460,8 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def file_name(choices: Mapping[str, str]) -> str:
-    """Return chosen values by field as a file name such as `backbone-dit_tiny_seed-0`. A digest is
-    added if the name is too long or loses characters."""
+    """Return `choices`, values by field, as a file name such as `backbone-dit_tiny_seed-0`. If the
+    name must be cut, or characters in it replaced, a digest is added."""
     text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
     name = re.sub(r"[^\w.-]+", "_", text)
     if name == text and len(name.encode()) <= LONGEST_NAME:

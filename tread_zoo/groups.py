@@ -24,13 +24,13 @@ from tread_zoo.registry import available
 def store_fields(
     name: str, config: type, presets: Mapping[str, str | None], whole: bool = False
 ) -> None:
-    """Tell hydra the fields of a script, without values unless `whole` is set. Any option is
-    accepted in a group.
+    """Tell hydra the fields of a script. Where a field is a mapping, hydra accepts any keys in it.
 
     Args:
         name, config: name of the script, and the class of its settings.
-        presets: groups of files whose settings come last, each with its default choice.
-        whole: store all defaults, also those of registered parts, to show them.
+        presets: groups of preset files, each with the file chosen by default or None. The settings
+            in these files replace defaults.
+        whole: also store the fields' defaults and those of registered parts, to show them.
     """
     node, chosen = dict[str, Any](), dict[str, Any]()
     for field, default in default_fields(config).items():
@@ -55,8 +55,8 @@ def store_fields(
 
 
 class RegistrySource(ConfigSource):
-    """Hydra's source of choices: for each group in the source's path, the registered names. `whole`
-    lists the groups whose options are shown with their defaults."""
+    """A source from which hydra takes the choices of the groups in `path`: the registered names.
+    `whole` lists the groups whose options are shown with their defaults."""
 
     whole: Sequence[str] = ()
 

@@ -96,7 +96,7 @@ def write_model_folder(
 
 
 def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
-    """Return the records of a run's scores, those whose protocols have all the values in
+    """Return the records of scores in the folder `run` whose protocols have all the values in
     `scored`."""
     files = sorted(run.glob("score*.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -107,10 +107,9 @@ def _records(run: Path, **scored: Any) -> list[dict[str, Any]]:
 
 
 def _copy_grids(run: Path, folder: Path, *, step: int, weights: str) -> list[str]:
-    """Copy to `folder` the grids that `tread-zoo sample` made in the folder `run`, and return for
-    each a text: its sampler and guidance, which no other one shares. Only grids of training step
-    `step` and of `weights`, such as "ema", are copied; those of one class, of prompts or of
-    contexts are left out."""
+    """Copy to `folder` the grids that `tread-zoo sample` made in the folder `run` with the weights
+    `weights`, such as "ema", of training step `step`: one for each choice of sampler and guidance.
+    Return these choices as texts. Grids of one class, of prompts or of contexts are left out."""
     shown, found = {"step": step, "weights": weights, "label": None, "contexts": None}, list[str]()
     for grid in sorted(run.glob("generated/*_grid.png")):
         file = grid.with_name(grid.name.removesuffix("_grid.png")) / RECORD
@@ -159,7 +158,7 @@ def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
 
 def _metric_type(metric: str, record: dict[str, Any]) -> str:
     """Return a metric's name for the hub, where fid and kid mean distances between Inception's
-    features. If `record` has another extractor, they get other names."""
+    features. If the scores in `record` are from another extractor, fid and kid are renamed."""
     if (record["protocol"].get("extractor") or INCEPTION).startswith(INCEPTION):
         return metric
     others = {"fid": "frechet-distance", "kid": "kernel-distance", "kid_std": "kernel-distance-std"}

@@ -49,8 +49,8 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Any:
-        """Return a model that `save_pretrained` wrote to `path`. The model is not built on the meta
-        device, because some backbones compute fixed tables when they are built.
+        """Return a model that `save_pretrained` wrote to `path`; `options` are those of diffusers.
+        It is not built on the meta device, because some backbones compute tables when built.
 
         Raises:
             CheckpointError: weights are not finite.

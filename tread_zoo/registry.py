@@ -317,9 +317,9 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Return the modules, other than ours, that registered `parts`, pairs (kind, {"name": …,
-    options}). If the class of a part has `used_parts(options)`, which lists as pairs (kind, name)
-    the parts that it uses, their modules are included."""
+    """Return the modules, other than ours, that registered `parts` or other parts used by them.
+    `parts` are pairs (kind, {"name": …, options}). A class lists the parts it uses, as pairs
+    (kind, name), if it has the method `used_parts(options)`."""
     modules = set()
     for kind, part in parts:
         target = get_entry(kind, part["name"]).target

@@ -33,8 +33,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def local_device(device: str = "auto") -> torch.device:
-    """Return the device of this process. With `auto` or `cuda` on a machine with several GPUs, it
-    is the one that a launcher assigned. Errors are those of `resolve_device`."""
+    """Return the device of this process, as `resolve_device` does. Where `device` (`auto` or
+    `cuda`) stands for any of several GPUs, it is the GPU that a launcher assigned."""
     resolved = resolve_device(device)
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -38,8 +38,8 @@ class ImageGenerator:
     normal numbers may be rounded differently.
 
     Args:
-        keys: int64 [B], one per image; numbers are made on their device.
-        ahead: the first random bits of each key, int64 [B, any], if they are computed already.
+        keys: int64 [B], one per image; numbers are made on the device of `keys`.
+        ahead: the first n random numbers of each key, if they are computed already: int64 [B, n].
     """
 
     def __init__(self, keys: Tensor, ahead: Tensor | None = None) -> None:
@@ -48,7 +48,7 @@ class ImageGenerator:
 
     @property
     def device(self) -> torch.device:
-        """The device of the numbers."""
+        """The device on which the random numbers are made."""
         return self.keys.device
 
     def rand(self, *shape: int) -> Tensor:
@@ -130,8 +130,8 @@ def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def _bits_from(keys: Tensor, first: int, count: int) -> Tensor:
-    """Return int64 [B, count], 64 random bits each: for each of `keys` [B] its numbers with the
-    indices first … first + count - 1."""
+    """Return int64 [B, count], 64 random bits each: the numbers `first` … `first` + `count` - 1 of
+    the sequence that belongs to each of `keys`, int64 [B]."""
     steps = torch.arange(first + 1, first + count + 1, device=keys.device)
     return _mix(torch.add(keys[:, None], steps, alpha=_INCREMENT))
 
@@ -142,7 +142,7 @@ def _digest(purpose: str, *key: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """Return SplitMix64's output for each value of its counter, z int64."""
+    """Return SplitMix64's output for each of z, int64 values of its counter."""
     z = (z ^ _shift(z, 30)) * _FACTORS[0]
     z = (z ^ _shift(z, 27)) * _FACTORS[1]
     return z ^ _shift(z, 31)

@@ -72,8 +72,9 @@ def check_width(hidden_size: int, multiple: int, what: str) -> None:
 def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
     """Return the keywords that the constructor of `part` takes: name -> parameter, with its type.
 
-    If the constructor has **options, the keywords of its base class are added, and so on up to the
-    class `last`. **options of the last constructor that was read are in the result, too.
+    If the constructor has **options, the keywords of its base class are added, and so on, up to and
+    including the class `last`; None: the last class before `nn.Module`. If the last constructor
+    that was read has **options, the result has an entry for them.
     """
     keywords: dict[str, Parameter] = {}
     others: list[Parameter] = []
@@ -102,9 +103,9 @@ def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
 def derive_signature(shell: type, last: type, *parts: type | None) -> inspect.Signature:
     """Return the signature of a backbone's constructor.
 
-    It has the keywords of the class `shell` and of its base classes up to `last`. The keywords of
-    `parts`, the classes of mixer and MLP, replace **options, except the keywords in `GIVEN`, which
-    the shell fills in.
+    It has the keywords of the class `shell` and of its base classes up to and including `last`. In
+    place of **options it has the keywords of `parts`, the classes of mixer and MLP (None: there is
+    none), without those in `GIVEN`, which the shell fills in.
     """
     parameters = read_keywords(shell, last)
     keywords = {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}

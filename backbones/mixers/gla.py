@@ -52,7 +52,7 @@ class BidirectionalGLA(ScanMixer):
         num_heads: number of heads, H.
         short_conv: apply a causal convolution of 4 taps to queries, keys and values; gaps=reset
             needs it.
-        scan: `scan_order` and `index`, see `ScanMixer`, which also explains `gaps`.
+        scan: `scan_order` and `index`; `ScanMixer` explains them, and `gaps`.
     """
 
     def __init__(

@@ -130,9 +130,9 @@ class ShiftingMixer(ScanMixer):
     curve: `forward(x, walk: GridWalk)`.
 
     Args:
-        gaps: what happens where a route left tokens out. ignore: the nearest tokens present count
-            as neighbours. reset: the shift takes zeros for a neighbour that was left out. decay: as
-            reset, and the scan also decays with the length of the gap.
+        gaps: what happens where a route left tokens out. `ignore`: the nearest tokens present count
+            as neighbours. `reset`: the shift takes zeros for a neighbour that was left out.
+            `decay`: as `reset`, and the scan also decays with the length of the gap.
         scan: `scan_order` and `index`, see `ScanMixer`.
     """
 

@@ -28,9 +28,9 @@ class Rotation:
     """Rotary positions of the L tokens present, and which of these tokens attend to each other.
 
     Args:
-        cos, sin: cosines and signed sines of the angles, [B or 1, 1, L, Dh] for heads of size Dh;
-            see `rotary_2d`.
-        mask: [B or 1, 1, L, L], True for pairs that attend to each other; None: all pairs do.
+        cos, sin: cosines and signed sines of the angles, [B, 1, L, Dh] for heads of size Dh; see
+            `rotary_2d`. If no route left tokens out, all fields have 1 in place of B.
+        mask: [B, 1, L, L], True for pairs that attend to each other; None: all pairs do.
     """
 
     cos: Tensor

@@ -173,7 +173,7 @@ class TimeMix(ShiftingMixer):
 
 
 class ChannelMix(nn.Module):
-    """Mix the channels of each token's blend with its neighbours: [B, K, D] -> [B, K, D]. The
+    """Blend each token with its neighbours, then mix its channels: [B, K, D] -> [B, K, D]. The
     parameter `own` [1, D] is the token's own fraction in the blend.
 
     Args:

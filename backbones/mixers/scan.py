@@ -63,7 +63,7 @@ def init_step_bias(bias: Tensor) -> None:
 
 
 def mark_no_weight_decay(*parameters: nn.Parameter) -> None:
-    """Exempt parameters from weight decay, with the mark that fla and mamba use."""
+    """Exempt parameters from weight decay: set their `_no_weight_decay`, as fla and mamba do."""
     for parameter in parameters:
         parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
@@ -72,7 +72,7 @@ def mark_no_weight_decay(*parameters: nn.Parameter) -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32, or unchanged if float64; steps and rates need that precision."""
+    """Return x in float32, or unchanged if it is float64. Steps and rates need this precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -88,7 +88,7 @@ def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Return `linear(x)`, with x in the precision that the weights are stored in."""
+    """Cast x to the dtype in which the weights of `linear` are stored, and return `linear(x)`."""
     return linear(x.to(linear.weight.dtype))
 
 
@@ -171,7 +171,7 @@ class ShortConvolution(nn.Module):
 
     Args:
         channels: D; the taps are [2 D, W], the forward direction's first.
-        width: W.
+        width: W, the number of taps.
     """
 
     def __init__(self, channels: int, width: int = 4) -> None:

@@ -92,8 +92,8 @@ class SpatialMix(ShiftingMixer):
 
 
 class ChannelMix(nn.Module):
-    """Mix the channels of each token's blends with its neighbours: [B, K, D] -> [B, K, D]. The
-    parameter `own` [2, D] is the token's own fraction in the two blends.
+    """Make two blends of each token and its neighbours, and mix their channels: [B, K, D] ->
+    [B, K, D]. The parameter `own` [2, D] is the token's own fraction in each blend.
 
     Args:
         hidden_size: D, divisible by 4.

@@ -57,8 +57,8 @@ class Axis(NamedTuple):
 
     @classmethod
     def over(cls, values: Sequence[Interval], mark: float) -> "Axis":
-        """Return an axis that spans `mark`, the means of `values`, and the ends of their intervals.
-        An interval is ignored if half of it is longer than a third of what mark and means span."""
+        """Return an axis that spans the value `mark`, the means of `values`, and the ends of each
+        interval, except intervals whose half is longer than a third of what mark and means span."""
         inside = [v for v in (mark, *(one.mean for one in values)) if math.isfinite(v)] or [0.0]
         reach = (max(inside) - min(inside)) or abs(inside[0]) or 1.0
         ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
@@ -268,9 +268,9 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> None:
-    """Write the name of each look near its point, and draw a line between them. If several looks
-    have the same name, it is written once, for the last of them. Each name takes the position in
-    `OFFSETS` where it covers the fewest points and names."""
+    """Write the name of each look near its point (x, y), and draw a line from name to point. A name
+    that several looks have is written once, for the last of them. Each name takes the position in
+    `OFFSETS` where it covers the fewest points and other names."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # now positions are known

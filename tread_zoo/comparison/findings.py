@@ -49,9 +49,9 @@ Table = tuple[list[str], list[list[str]]]  # header, rows
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ only in their seed. `label` is unique in the table, `is_dense` means trained
-    without routes, `choices` are the values of the fields, except routing, in which any runs
-    differ, and `runs` are rows of `read_runs`."""
+    """Runs that differ only in their seed. `label` is unique in the table. `is_dense` means trained
+    without routes. `choices` has by field this setting's values of all fields, except routing, in
+    which runs of the table differ. `runs` are rows of `read_runs`."""
 
     label: str
     backbone: str
@@ -60,8 +60,8 @@ class Setting:
     runs: pd.DataFrame
 
     def dense_of(self, settings: "Sequence[Setting]") -> "Setting | None":
-        """Return the setting without routes to compare this one with: the only one that has the
-        same backbone and equals this one in all fields in which such settings differ; or None."""
+        """Return the setting to compare this one with: among those of the same backbone without
+        routes, the only one that equals this one in every field in which they differ; or None."""
         if self.is_dense:
             return None
         dense = [s for s in settings if s.is_dense and s.backbone == self.backbone]
@@ -70,7 +70,7 @@ class Setting:
         return alike[0] if len(alike) == 1 else None
 
     def shallower(self, settings: "Sequence[Setting]") -> "list[Setting]":
-        """Return the settings like that of `dense_of`, but with fewer blocks than this one has."""
+        """Return the settings that equal that of `dense_of` except in having fewer blocks."""
         dense, depth = self.dense_of(settings), self.choices.get(DEPTH)
         if dense is None or depth is None:
             return []
@@ -82,8 +82,8 @@ class Setting:
 @dataclass(frozen=True)
 class Line:
     """A setting in a `Row`, with its mean score over seeds, and whether its samples are meaningless
-    (`is_at_chance`). `kind` is dense, routed, or the number of blocks. For a routed setting, `less`
-    has pairs of a dense one, equal depth first, and the differences from it by budget."""
+    (`is_at_chance`). `kind` is "dense", "routed" or as in "8 blocks". For a routed setting, `less`
+    has pairs of a dense one, equal depth first, and by budget the differences from the latter."""
 
     kind: str
     setting: Setting
@@ -101,8 +101,8 @@ class Row:
     lines: Sequence[Line]
 
     def best(self, metric: str) -> Line | None:
-        """Return the setting with the best score in `metric`, as a `Line`, or None. Those whose
-        samples are meaningless (see `at_chance`) do not count."""
+        """Return the `Line` with the best score in `metric`, or None. Settings whose samples are
+        meaningless (see `at_chance`) do not count."""
         sign = -1 if direction(metric) == "higher" else 1
         ranked = [line for line in self.lines if not line.is_at_chance]
         return min(ranked, key=lambda line: sign * line.score.mean, default=None)
@@ -117,7 +117,7 @@ def direction(metric: str) -> str | None:
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     """Return the names of the scores that all runs have under one protocol, and notes on why others
-    are not compared. Distances come first, the held-out loss last.
+    are not compared. Distances (see `is_distance`) come first, the held-out loss last.
 
     Sampler, guidance and weights may differ: they are reported as settings. The held-out loss is
     compared if the data and the protocol's `held_out` agree.
@@ -217,8 +217,8 @@ def values_at_equal(
     runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
 ) -> pd.Series | None:
     """Return each run's score `metric` at an equal budget, the smallest that any of them spent;
-    None if it was not measured there, or if the budget is seconds on different machines. `axis` is
-    steps, flops or seconds. For `runs` and `curves` see `read_runs` and `read_curves`."""
+    None if a run has no score there, or if the budget is seconds on different machines. `axis` is
+    "steps", "flops" or "seconds"; `runs` and `curves` are from `read_runs` and `read_curves`."""
     spent = runs[axis]
     if spent.isna().any() or (axis == "seconds" and runs.machine.nunique() > 1):
         return None
@@ -241,8 +241,8 @@ def values_at_equal(
 def difference(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
 ) -> Interval | None:
-    """Return the mean over common seeds of a score's difference, `routed` minus `dense`, with its
-    interval; None if `values_at_equal` gives no values. `axis` is steps, flops or seconds."""
+    """Return the mean, over common seeds, of `routed` minus `dense` in `metric`, with its interval;
+    None if it cannot be computed. For `axis` and `curves` see `values_at_equal`."""
     values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
     if values is None or not np.isfinite(values.astype(float)).all():
         return None
@@ -302,8 +302,8 @@ def make_rows(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str, budgets: Iterable[str]
 ) -> list[Row]:
     """Return the settings in rows, the best `metric` first, rows with only meaningless samples
-    last. A setting without routes (dense) shares a row with dense ones of fewer blocks and with the
-    routed one compared with it, unless there are several such. `budgets` are names in `BUDGETS`."""
+    last. If just one routed setting is compared with a setting without routes (dense), both share a
+    row with dense settings of fewer blocks. `budgets` are names in `BUDGETS`."""
     dense_of = {s.label: s.dense_of(settings) for s in settings}
     shallower = {s.label: s.shallower(settings) for s in settings}
     shallow = {less.label for others in shallower.values() for less in others}
@@ -334,8 +334,8 @@ def make_rows(
 
 
 def short_names(settings: Sequence[Setting]) -> dict[str, str]:
-    """Return short names of settings by label: labels without a backbone or routing that all
-    share."""
+    """Return by label a short name of each setting: the label without the backbone if all settings
+    have the same, and without the routing if all also have the same routing."""
     if len(settings) == 1 or len({s.backbone for s in settings}) > 1:
         return {s.label: s.label for s in settings}
     rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
@@ -347,14 +347,14 @@ def short_names(settings: Sequence[Setting]) -> dict[str, str]:
 def ratios_to_dense(
     settings: Sequence[Setting], metrics: Sequence[str]
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
-    """Return the names of the columns, and rows of ratios by routing method (or smaller depth): a
+    """Return the columns' names, and rows of ratios by routing method (or smaller depth): a
     setting's score divided by that of the setting without routes. The lowest ratios come first. A
-    column is a backbone; with three or more there is also `all`, the mean over backbones, whose
-    interval takes backbones as the sample. A single ratio gives an empty table.
+    column is a backbone; with three or more, the column `all` has the mean over backbones, whose
+    interval takes backbones as the sample. With fewer than two ratios both results are empty.
 
     Args:
         settings: trained for equal steps or, if `training.num_flops` was set, equal FLOPs.
-        metrics: the distance of the ratios, and perhaps one that may give another verdict.
+        metrics: the score of the ratios, and perhaps a second one, see `Ratio.dissent`.
     """
     found: dict[str, dict[str, Ratio]] = {}
     for setting in settings:
@@ -378,7 +378,7 @@ def ratios_to_dense(
 
 def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | None:
     """Return the ratio of `setting`'s score to `dense`'s in the first of `metrics`, or None if it
-    cannot be computed. It also has the verdict of the last of `metrics`, if that is another."""
+    cannot be computed. The last of `metrics` gives the ratio's `dissent`."""
     logs = [_log_ratio(setting, dense, metric) for metric in metrics]
     if logs[0] is None:
         return None
@@ -455,7 +455,7 @@ def contribution_table(
     settings: Sequence[Setting],
 ) -> list[tuple[str, list[tuple[float, bool]], list[str]]]:
     """Return (label, blocks, ranges) for each setting whose contributions were measured: a pair
-    (contribution, whether it is routed) for each block, a text for each range; means over seeds."""
+    (contribution, is routed) for each block, and a text for each range; means over seeds."""
     rows = []
     for setting in settings:
         columns = setting.runs.filter(regex=r"^contribution_").dropna(axis=1, how="all")

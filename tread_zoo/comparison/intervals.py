@@ -52,8 +52,8 @@ class Interval:
 @dataclass(frozen=True)
 class Ratio:
     """The ratio of two scores, such as the score with routing to that of the same backbone without.
-    `log` is the logarithm of the ratio, with its interval. `dissent` is the verdict of a second
-    distance, and its name, if that differs from this ratio's verdict; else ""."""
+    `log` is the logarithm of the ratio, with its interval. `dissent` is "" or, if a second metric
+    leads to another verdict than this ratio, that verdict and the metric's name."""
 
     log: Interval
     dissent: str = ""

@@ -115,8 +115,8 @@ def _comparable(
 def _ratios(
     settings: Sequence[Setting], metrics: Sequence[str], main: str
 ) -> tuple[list[str], dict[str, list[Ratio | None]]]:
-    """Return `ratios_to_dense` for two scores: `main`, which decides, and the first other distance
-    in `metrics`. The table is empty unless lower values of `main` are better."""
+    """Return `ratios_to_dense` for `main`, the score by which settings are ranked, and the first
+    other distance in `metrics`. Both results are empty unless lower values of `main` are better."""
     if findings.direction(main) != "lower":
         return [], {}
     others = [name for name in metrics if name != main and findings.is_distance(name)]
@@ -142,7 +142,7 @@ def _figures(
 
         difference …       routed minus dense during training, for each pair of settings
         plane              precision against recall
-        quality            the score that decides, the first of `metrics`, against the cost
+        quality            the first of `metrics`, by which settings are ranked, against the cost
         ranking            instead of `quality`, if all settings cost the same
         curve …            a metric during training, for each one that all runs scored
 
@@ -195,7 +195,7 @@ def _page(
     budgets: Sequence[str],
 ) -> dict[str, Any]:
     """Return the HTML page's template variables that the markdown report does not have. `metric` is
-    the score that decides, `budgets` the names in `findings.BUDGETS` that have a column."""
+    the score by which settings are ranked, `budgets` the names in `findings.BUDGETS` to show."""
     real = runs.get(f"real_{metric}", pd.Series([float("nan")])).iloc[0]
     lines = [line for row in rows for line in row.lines if not line.is_at_chance]
     apart = [one for line in lines for _, less in line.less for one in less.values() if one]
@@ -257,8 +257,8 @@ def _embed(path: Path) -> tuple[str, str]:
 
 
 def _configs(runs: pd.DataFrame) -> dict[str, Any]:
-    """Return `runs`, the names of the runs, and `values`: for each setting in which any two runs
-    differ, a list of every run's value as JSON."""
+    """Return a dict of `runs`, the names of the runs, and `values`: by name of setting, where any
+    two runs differ in it, a list of every run's value as JSON."""
     folders = list(dict.fromkeys(runs.folder))
     files = [Path(folder) / "config.json" for folder in folders]
     flat = [

@@ -143,9 +143,9 @@ def _is_number(text: str) -> bool:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the fields in which the `settings` of any two runs differ, except the seed, `NAMED`,
-    and those that do not change what a run computes. An option such as `backbone.depth` is compared
-    only among runs with the same `backbone`."""
+    """Return the fields in which the `settings` of any two runs differ, except the seed, fields in
+    `NAMED`, and fields that do not change what a run computes. An option such as `backbone.depth`
+    is compared only among runs with the same `backbone`."""
     values: dict[str, dict[Any, set[str]]] = {}
     for run in settings:
         for field, value in run.items():
@@ -171,8 +171,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _choices(settings: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `fields` in a run's `settings`; routing options are None if it does not
-    route."""
+    """Return by field the values of `fields` in a run's `settings`. Routing options are None for
+    `routing=none`."""
     dense = settings["routing"] == "none"
     return {f: None if dense and f.startswith("routing.") else settings.get(f) for f in fields}
 

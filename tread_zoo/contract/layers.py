@@ -78,9 +78,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
     """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, i = 0 … size/2 - 1.
 
-    Let s be these sinusoids. A complex t + i (t - r) asks for a mean over times r to t and gives
-    s(t) + s(t - r) - s(0), which is s(t) at r = t. The result is [.., size], float32, or float64 if
-    t is.
+    Let s be these sinusoids. A complex t + i (t - r), given to networks that predict a mean over
+    the times r to t, becomes s(t) + s(t - r) - s(0); at r = t that is s(t). The result is
+    [.., size], float32, or float64 if t is.
 
     Args:
         t: noise labels [..] of order 1, real or complex.

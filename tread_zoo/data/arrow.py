@@ -97,8 +97,8 @@ class ArrowTable:
         return bytearray(columns[column][row - first].as_buffer())
 
     def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the random order in which an epoch visits the items of a data set, int64 [N]. Item
-        i is row rows[i] of the table. If the table is in a bucket, items of the same file stay
+        """Return the random order, int64 [N], in which an epoch visits the N items of a data set.
+        Item i is row rows[i] of the table. If the table is in a bucket, items of the same file stay
         close together, as the module's docstring explains."""
         if not self.in_bucket:
             return torch.randperm(len(rows), generator=generator)

@@ -1,4 +1,4 @@
-"""Contexts: embeddings, computed before training, of what an image is conditioned on.
+"""Contexts: embeddings of what an image is conditioned on, computed before training.
 
     embeddings of an image [t, S]  --fill up with zeros-->  context [T, S],    t <= T
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def context_shape(table: "datasets.Dataset", column: str, length: int | None) -> tuple[int, int]:
     """Return (T, S) of the contexts in `column` of `table`: T embeddings of width S.
 
-    Cells are embeddings, as numpy arrays, or paths of .npy files. T is `length` or, if that is
-    None, the number of embeddings in the row that has the most. S is read from this row or, if
-    `length` is given, from the first row. Raises ValueError if the row cannot be read."""
+    A cell is an array of embeddings or the path of an .npy file. If `length` is given, it is T, and
+    S is read from the first row. If it is None, both are read from the row with the most
+    embeddings. Raises ValueError if the row cannot be read."""
     row = _longest(table.select_columns([column]), column) if length is None else 0
     rows = _as_rows(table[row][column], f"of row {row}")
     return length or max(len(rows), 1), rows.shape[1]
@@ -48,10 +48,11 @@ def _longest(table: "datasets.Dataset", column: str) -> int:
 
 
 def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return the context float32 [T, S] of `value`: t <= T embeddings of width S, [t, S] or [S], or
-    the path of an .npy file that has them. Missing embeddings are zeros. `shape` is (T, S); error
-    messages call the context `name`. Raises ValueError if the embeddings cannot be read, are not
-    finite, or do not fit `shape`."""
+    """Return an image's embeddings as a context, float32 [T, S], filled up with zeros.
+
+    `value` is an array [t, S] of t <= T embeddings, or [S] of one, or the path of an .npy file with
+    such an array. `shape` is (T, S). Error messages call the context `name`. Raises ValueError if
+    the embeddings cannot be read, are not finite, or do not fit `shape`."""
     length, size = shape
     rows = _as_rows(value, name)
     if (rows.size and rows.shape[1] != size) or len(rows) > length:

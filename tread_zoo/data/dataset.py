@@ -72,7 +72,7 @@ class Codec:
         return None
 
     def check(self, *, flip: bool = False) -> None:
-        """Raise ValueError if `flip` is set and items cannot be mirrored."""
+        """Raise ValueError if training mirrors images (`flip`) but the items do not allow it."""
 
     def prepare(self, device: torch.device) -> None:
         """Load the autoencoder, if there is one, onto `device`. Raises ValueError if it is not the

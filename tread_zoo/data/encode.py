@@ -2,8 +2,8 @@
 
 A row may also have a context (embeddings of the image's caption) and features of the image. The
 files of the table are shared out among the processes, and each is written atomically. Existing
-files are kept, so that the same command continues a stopped encoding. A process that finds all
-files at its end writes the statistics to table.json. No process waits for another.
+files are kept, so that the same command continues a stopped encoding. No process waits for another.
+When a process is done and all files exist, it writes the statistics to table.json.
 
 Dimensions: B batch, K copies (2: the image and its mirror image), C channels of a latent (C' as
 stored: 2 C for moments, the mean and the log-variance), h height, w width, S channels of features.
@@ -59,12 +59,13 @@ def encode(
     """Encode the images that fall to this process, and return whether the table is now finished.
 
     Args:
-        data, vae: the images, and an autoencoder on its device; None stores the images themselves.
+        data: the images.
+        vae: an autoencoder on its device; None stores the images themselves.
         out, config: folder of the table, and settings of the encoding.
         text: a text encoder for the captions, on its device; None stores the labels or contexts
             that `data` has.
-        features: a label for the extractor of features, and its function from images to features;
-            None stores none.
+        features: a label for the extractor of features, and the extractor, a function from images
+            to features; None stores no features.
         precision: fp32, bf16 or fp16, in which the autoencoder and the text encoder compute.
         rank, num_ranks: number of this process, and how many there are.
 
@@ -164,8 +165,8 @@ class _Encoder:
     Args:
         data, vae, precision, config: see `encode`.
         encode_text: function from captions to contexts [B,T,S]; None stores what `data` has.
-        extract: function from images to features; None stores none.
-        content: what is stored: moments, samples, mode or pixels; see `EncodingConfig`.
+        extract: function from images to features; None stores no features.
+        content: what is stored: "moments", "samples", "mode" or "pixels"; see `EncodingConfig`.
         corrupt: the list of images that cannot be read.
     """
 
@@ -179,9 +180,9 @@ class _Encoder:
     corrupt: CorruptLog
 
     def batches(self, part: str, span: range, bar: Any) -> Iterator[Columns]:
-        """Yield the columns of the table for the images `span` of `part`, train or held_out, batch
-        by batch. Images that cannot be read are left out and listed in `corrupt`. The progress bar
-        `bar` advances by all images."""
+        """Yield, batch by batch, the table's columns for the images with the indices `span` in
+        `part` ("train" or "held_out"). Images that cannot be read are left out and listed in
+        `corrupt`; the progress bar `bar` counts them, too."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -210,9 +211,9 @@ class _Encoder:
             bar.update(len(batch))
 
     def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> Columns:
-        """Return the columns for `images`, uint8 [B,C,H,W]: latent, or image if there is no
-        autoencoder; and features, if there is an extractor. The noise of sampled latents depends on
-        `part` (train or held_out) and `indices`, which number the images in this part."""
+        """Return columns for `images`, uint8 [B,C,H,W]: `latent` or, without an autoencoder,
+        `image`; with an extractor, also `features`. The noise of sampled latents depends on `part`
+        ("train" or "held_out") and on `indices`, the numbers of the images in this part."""
         copies = (images, images.flip(-1)) if self.config.flips else (images,)
         columns = {"image": images[:, None]}
         if self.vae is not None:
@@ -269,8 +270,8 @@ def write_table(
         out: the table's folder.
         batches: for each file of the table, latents [B,K,C',h,w] and labels [B] (-1: unlabelled).
             Files of a few thousand latents download quickly. K is 2 with mirrored images, else 1.
-        content: what a latent holds: samples (C' = C), or mean_logvar or mean_std (C' = 2 C: the
-            mean, then the log-variance or the standard deviation).
+        content: what a latent holds: "samples" (C' = C); "mean_logvar" (the mean, then the
+            log-variance) or "mean_std" (the mean, then the standard deviation), both C' = 2 C.
         vae: `metadata` of the autoencoder that made them; None if unknown.
         class_names: a name for each label; () names the classes by number.
 
@@ -310,7 +311,7 @@ def write_part(file: Path, batches: Iterable[Columns], content: str) -> None:
     Args:
         file: the file.
         batches: the columns, batch by batch; each tensor is stored in its own dtype.
-        content: pixels if the rows have images; for latents as in `write_table`.
+        content: "pixels" if the rows have images; for latents see `write_table`.
 
     Raises:
         ValueError: values are not finite, or standard deviations are negative.

@@ -27,8 +27,8 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
     """Return the picture files under `root`, known by their suffix, in no particular order.
 
     Hidden files and folders are skipped. A folder that can also be reached through links counts
-    once, under its own name. The log counts all other files but metadata, texts (which may be
-    captions), and files with the suffix `beside`.
+    once, under its own name. The log says how many files of other kinds there are; it does not
+    count metadata, .txt files (which may be captions) or files with the suffix `beside`.
 
     Args:
         root: the folder.

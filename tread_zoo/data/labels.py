@@ -99,7 +99,7 @@ def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | N
     Args:
         table: the table.
         name: name of the data, for the log.
-        used: its keys are columns with other contents, among which no labels are sought.
+        used: its keys name columns with other contents, which are not taken for labels.
 
     Raises:
         ValueError: several columns are of the type `ClassLabel`, and none is named as in `COLUMNS`.

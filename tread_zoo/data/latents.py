@@ -46,9 +46,10 @@ _LOGVAR_RANGE = (-30.0, 20.0)  # as in diffusers
 
 
 def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation, float32 [..., C, h, w], of stored latents. `content` says
-    what is stored: mean_logvar or mean_std, [..., 2C, h, w]; or samples or pixels, [..., C, h, w],
-    which are the mean, and whose standard deviation is None."""
+    """Return the mean and the standard deviation, float32 [..., C, h, w], of `stored`.
+
+    If `content` is "mean_logvar" or "mean_std", both are in `stored`, [..., 2C, h, w]. If it is
+    "samples" or "pixels", `stored` [..., C, h, w] is the mean, and the deviation is None."""
     stored = stored.float()
     if content in ("samples", "pixels"):
         return stored, None
@@ -61,13 +62,13 @@ class LatentCodec(Codec):
     """The codec for stored latents [B,K,C,h,w], or for their moments [B,K,2C,h,w]. See `Codec`.
 
     Args:
-        content: what is stored: samples, or moments, as mean_logvar or mean_std (the mean, then the
-            log-variance or the standard deviation).
+        content: what is stored: "samples", or one of two kinds of moments, "mean_logvar" (the mean,
+            then the log-variance) and "mean_std" (the mean, then the standard deviation).
         flips: whether K is 2, and the second copy is of the mirrored image; else K is 1.
-        normalization: standardize or scale, for records.
+        normalization: "standardize" or "scale", for records; see `latents`.
         shift, scale: C numbers each; see `to_latents`.
         vae: class and sha256 of the autoencoder that encoded the data, if known.
-        decoder: the autoencoder that decodes, a folder or a name on the hub; none: no decoding.
+        decoder: the autoencoder that decodes, a folder or a name on the hub; "none": no decoding.
     """
 
     content: str
@@ -128,7 +129,8 @@ class LatentCodec(Codec):
         return batch, channels // (1 if self.content == "samples" else 2), height, width
 
     def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
-        """Return noise [B,C,h,w] to sample latents from moments; None if samples are stored."""
+        """Return the noise [B,C,h,w] with which `to_model` samples latents from a batch of moments
+        of the shape `stored`. None if the table has samples instead of moments."""
         if self.content == "samples":
             return None
         return generator.randn(*self.model_shape(stored)[1:])
@@ -212,10 +214,10 @@ def latents(
     Args:
         path: the table's folder, or its address in a bucket, as in s3://bucket/folder, which needs
             pip install s3fs.
-        normalization: standardize (mean 0, standard deviation 1 by channel) or scale (the shift and
-            scale of the autoencoder).
+        normalization: `standardize` (each channel gets mean 0 and standard deviation 1) or `scale`
+            (shift and scale are the autoencoder's).
         vae: the diffusers autoencoder that decodes latents for pictures and scores, a folder or a
-            name on the hub. null is the one that encoded the table; none makes no pictures.
+            name on the hub. null is the one that encoded the table; `none` makes no pictures.
         held_out: fraction held out of the training part. null takes the table's held-out part or,
             without one, 0.1.
         num_classes: number of classes; null takes the table's; 0 drops the labels.
@@ -334,7 +336,7 @@ class EncodedTable(TableDataset):
 
     Args:
         table, labels: an `ArrowTable`, and labels int64 [N] of its rows.
-        column, shape, dtype: the column to read, latent or image, and shape and type of its cells.
+        column, shape, dtype: the column to read, `latent` or `image`; shape and type of its cells.
         context: (T, S) if items have contexts, T embeddings of width S, in the place of labels.
         features: shape (K, S, h, w) of an image's features in S channels, if the table has them.
         reads_features: whether items have these features as third element.

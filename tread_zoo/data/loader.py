@@ -280,8 +280,8 @@ def _read_batch(
 def _read_or_replace(
     dataset: Dataset[Any], seed: int, index: int, corrupt: list[CorruptItem]
 ) -> tuple[Any, ...] | None:
-    """Return item `index` or, if it is corrupt, its replacement; None if MAX_TRIES items in a row
-    are corrupt. Corrupt items are appended to the list `corrupt`."""
+    """Return item `index` or, if it is corrupt, a replacement, which depends on `seed` and `index`.
+    None if MAX_TRIES items in a row are corrupt. Corrupt items are appended to `corrupt`."""
     wanted = index
     for number in range(MAX_TRIES):
         item = read_item(dataset, wanted)

@@ -97,8 +97,8 @@ def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
 def digest_items(dataset: Dataset[Any]) -> str:
     """Return a digest of a data set, to tell it from another one of the same shape. It consists of
     four hex digits for each of up to 32 evenly spaced items, from a hash of the stored image and
-    its label; a corrupt item has `----`. A data set with an attribute `digest` that is not empty
-    has this as its digest instead."""
+    its label; a corrupt item has `----`. If the data set has an attribute `digest` that is not
+    empty, this is returned instead."""
     if own := getattr(dataset, "digest", ""):
         return str(own)
     digests, stored = [], getattr(dataset, "stored", None)

@@ -56,7 +56,8 @@ class PictureTable(TableDataset):
         image_size: (H, W) to resize and crop to; None leaves the size.
         channels: 1 (grey) or 3 (RGB).
         shape: (H, W) of all pictures after resizing.
-        background, crop: RGBA colour behind transparent pictures, and center or pad.
+        background: RGBA colour behind transparent pictures.
+        crop: "center" or "pad"; see `Pictures`.
         captions: the captions of the table's rows, if there are any.
     """
 
@@ -122,8 +123,8 @@ class Pictures:
         context_length: number of embeddings per image, filled up with zeros; null is the largest
             number in the data.
         background: colour behind transparent pictures, a name or #rrggbb.
-        crop: center fills image_size and cuts off the rest; pad shows the whole picture on
-            `background`.
+        crop: `center` fills image_size and cuts off what is left over; `pad` shows the whole
+            picture on `background`.
     """
 
     image_size: PositiveInt | Size | None = None
@@ -217,7 +218,7 @@ class ImageFolder(Pictures):
             dataset.json.
         label_column: column of the metadata; null takes one named label, labels, class, cls or
             target, else the sub-folders.
-        caption_column: column of the metadata, or txt for files such as cat.txt beside cat.png.
+        caption_column: column of the metadata, or `txt` for files such as cat.txt beside cat.png.
             null takes the first that exists of caption, captions, text, prompt and txt.
         context: suffix of files with embeddings, which take the place of the labels: `context.npy`
             finds cat.context.npy beside cat.png.
@@ -328,8 +329,8 @@ class WebDataset(Pictures):
             .cls file, and perhaps a caption in a .txt file or as a value in a .json file.
         num_classes: number of classes; 0 drops the labels. null counts the words among the labels;
             for integers, it is the largest label + 1.
-        caption_column: txt, or a key of the .json file; null takes txt or, without such files, a
-            key named caption, captions, text or prompt.
+        caption_column: `txt`, or a key of the .json file. null takes `txt` or, without .txt files,
+            a key named caption, captions, text or prompt.
         context: suffix of the files with embeddings, such as `context.npy`; they take the place of
             the labels.
     """
@@ -360,9 +361,9 @@ class WebDataset(Pictures):
 
 
 def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
-    """Return the shards `files` as a table with a column for each known kind of picture, and with
-    labels as texts. By itself, `datasets` takes only the columns that the first five samples have.
-    Error messages show `path`."""
+    """Return the shards `files` as a table. It has a column for each suffix of pictures, even if
+    the first five samples, from which `datasets` infers columns, lack it. Labels are texts. Error
+    messages show `path`."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
     from datasets.packaged_modules.webdataset.webdataset import WebDataset as Reader
@@ -407,8 +408,8 @@ def _read_labels(
     name: str,
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Return labels int64 [N] and class names; without labels, zeros and (). `column` is the column
-    of labels; None takes the one that `find_label_column` finds, which explains `used` and `name`.
-    For `num_classes` see `Pictures`."""
+    of labels; None takes the one that `find_label_column` finds. For `used` and `name` see there,
+    for `num_classes` see `Pictures`."""
     import datasets
 
     if column is None and num_classes != 0:

@@ -48,8 +48,8 @@ _BATCH = 64  # captions that are encoded at a time
 
 
 class TextEncoder:
-    """A text encoder in eval mode, with its tokenizer; the class of `network` is in `CLASSES`,
-    `name` is the folder or the name on the hub that it was loaded from."""
+    """A text encoder in eval mode, `network`, of a class in `CLASSES`, and its tokenizer. `name` is
+    the folder or the name on the hub that both were loaded from."""
 
     def __init__(self, network: Any, tokenizer: Any, name: str):
         self.network = network.eval().requires_grad_(False)
@@ -294,7 +294,8 @@ def with_contexts(data: ImageData, name: str, length: int | None) -> ImageData:
 
 
 def _caption(part: Any, index: int) -> str:
-    """Return an item's caption, or "" if it cannot be read; reading the item will report that."""
+    """Return the caption of item `index` of the data set `part`. If it cannot be read, return "";
+    reading the item will report that."""
     try:
         return str(part.caption(index))
     except ValueError:

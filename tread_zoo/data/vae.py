@@ -22,8 +22,8 @@ CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderRAE"
 
 
 class Vae:
-    """An autoencoder in eval mode; `network` is an instance of a diffusers class in `CLASSES`,
-    `name` the folder or the name on the hub that it was loaded from."""
+    """An autoencoder in eval mode, `network`, of a diffusers class in `CLASSES`. `name` is the
+    folder or the name on the hub that it was loaded from."""
 
     def __init__(self, network: nn.Module, name: str):
         self.network: Any = network.eval().requires_grad_(False)
@@ -82,8 +82,8 @@ class Vae:
 
 
 def digest_weights(network: nn.Module) -> str:
-    """Return a hash of names, shapes and weights as float32, in order of names. It is the same for
-    every file format, and for every storage precision that loses nothing."""
+    """Return a hash of the weights, as float32 in order of names, and of their names and shapes. It
+    is the same for every file format, and for every storage precision that loses nothing."""
     digest = hashlib.sha256()
     for key, value in sorted(network.state_dict().items()):
         array = value.detach().cpu().float().contiguous()

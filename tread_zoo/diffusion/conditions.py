@@ -111,8 +111,8 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
 
 
 def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone) -> Conditions:
-    """Return `Conditions` of n prompts: sample i gets prompt i mod n. Prompts with too many tokens
-    for the network are cut, with a warning."""
+    """Return `Conditions` that give sample i the context that `encoder` makes of prompt i mod n of
+    the n `prompts`. A prompt with too many tokens for the network is cut, with a warning."""
     length = backbone.context_length
     contexts = encoder.encode(prompts, length)
     for prompt, count in zip(prompts, encoder.count_tokens(prompts), strict=True):

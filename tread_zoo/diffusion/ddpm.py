@@ -58,7 +58,8 @@ class DDPM(AdditiveNoise):
 
     @property
     def initial_std(self) -> float:
-        """Standard deviation of x at the start of sampling, x_999 / sqrt(abar_999)."""
+        """Standard deviation 1 / sqrt(abar_999) of x at the start of sampling, where x is
+        x_999 / sqrt(abar_999) and x_999 ~ N(0, I)."""
         return math.sqrt(1 + float(self.sigmas[-1]) ** 2)
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:

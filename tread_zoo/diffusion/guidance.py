@@ -49,8 +49,8 @@ from tread_zoo.seeding import make_image_generator
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
     """Return the function weak + scale (strong - weak) of two functions dx/dt.
 
-    channels: guide only this many channels, from the first; the others are those of `strong`. If
-    the result is one of the two functions alone, the other one is not called.
+    channels: how many channels to guide, from the first; the others are those of `strong`. None:
+    all. `weak` is not called at scale 1, nor `strong` at scale 0 if all channels are guided.
     """
     if scale == 1:
         return strong
@@ -71,7 +71,7 @@ class Guidance(Protocol):
     Three more members are optional:
 
         weak_checkpoint: str | None           a run or a checkpoint: its network is `batch.weak`
-        check(backbone, objective)            raise ValueError if it does not fit the network
+        check(backbone, objective)            raise ValueError if the guidance does not fit
         check_training(backbone, label_dropout, routing)
                                               raise ValueError if the weak prediction needs what
                                               training did not include
@@ -127,8 +127,8 @@ def _value(option: Any, done: float, off: float) -> Any:
     """Return the value of an option at the fraction `done` of sampling.
 
     Args:
-        option: a constant; or (linear or cosine, first value, last value); or (interval, value,
-            start, end), where a missing value means True.
+        option: a constant; or (`linear` or `cosine`, first value, last value); or (`interval`,
+            value, start, end); or (`interval`, start, end), whose value is True.
         done: fraction of sampling, 0 to 1.
         off: value outside of an interval.
     """
@@ -187,8 +187,8 @@ class _Options:
             )
 
     def _at(self, done: float) -> tuple[Any, ...]:
-        """Return the values of the options in `_OFF`, in its order, at the fraction `done` of
-        sampling."""
+        """Return the values, at the fraction `done` of sampling, of the options that may change
+        during sampling, in the order of `_OFF`."""
         return tuple(_value(getattr(self, name), done, off) for name, off in _OFF.items())
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
@@ -277,8 +277,8 @@ class _Options:
         """Return a function from the number of an evaluation of dx/dt, and the rate at that time,
         to the crossings (routed ranges of blocks) of the evaluation.
 
-        rate: the option `weak_rate` or `strong_rate`. If it is 0, the function returns the
-        crossings that `batch.draw_routes` chooses.
+        rate: the option `weak_rate` or `strong_rate`. If this option is 0, the crossings are those
+        that `batch.draw_routes` chooses.
         """
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
@@ -293,8 +293,8 @@ def sampled_method(part: str | dict[str, Any], trained: Method, stack: Stack) ->
     """Return the routing method that lets tokens bypass blocks in sampling.
 
     Args:
-        part: the name of a routing method, or a mapping with its options; auto is the method of
-            training.
+        part: the name of a routing method, or a mapping with its name and options; `auto`: the
+            method of training.
         trained: the method of training.
         stack: the network's blocks, as a routing method sees them.
 
@@ -335,8 +335,8 @@ class CustomGuidance(_Options):
             weak prediction.
         routing: the method that applies the rates, such as {name: tread, start: 2, end: 6}; auto is
             the method of training.
-        low, high: guidance is on at low < level <= high: t in [0, 1] for flow matching, sigma for
-            EDM and DDPM. Elsewhere the strong prediction is used alone.
+        low, high: guidance is on at low < level <= high; high=null: no upper bound. Elsewhere the
+            strong prediction is used alone. A level is sigma for EDM and DDPM, else t.
 
     Raises:
         ValueError: low is not below high, or the weak prediction lacks no more than the strong one.
@@ -410,8 +410,8 @@ class AutoGuidance(_Options):
 @register("guidance", "path_drop")
 @dataclass(frozen=True, kw_only=True)
 class PathDropGuidance(_Options):
-    """The weak prediction has no label, and skips the blocks that some training steps skip, as in
-    SPRINT's released sampler; `custom` can keep the label."""
+    """As in SPRINT's released sampler, the weak prediction has no label and skips the blocks that
+    some training steps skip. The guidance `custom` can keep the label."""
 
     drop_label = True
     drop_path = True
@@ -421,8 +421,8 @@ class PathDropGuidance(_Options):
 @register("guidance", "sparse_auto")
 @dataclass(frozen=True, kw_only=True)
 class SparseAutoGuidance(SparseGuidance):
-    """The weak prediction is from an earlier network. During sampling, the fraction of tokens that
-    bypass blocks falls in the weak prediction and rises in the strong one."""
+    """The weak prediction is from an earlier step of training. During sampling, the fraction of
+    tokens that bypass blocks falls in the weak prediction and rises in the strong one."""
 
     weak_checkpoint: str = field()
     weak_rate: Rate = ("cosine", 0.6, 0.0)

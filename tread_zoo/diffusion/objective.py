@@ -30,8 +30,8 @@ Predict = Callable[..., Tensor]
 class Draw:
     """The random numbers of one loss: `noise` [B,C,H,W], standard normal, and its `level` [B].
 
-    With MeanFlow, `end` [B] is the lower end of an interval of levels, of which `level` is the
-    upper end. If it is not None, `token_levels` [B,N] has a level for each token.
+    end: for MeanFlow, the lower end [B] of an interval of levels whose upper end is `level`.
+    token_levels: a level for each token [B,N]; None if all tokens of an image have its `level`.
     """
 
     noise: Tensor
@@ -126,7 +126,7 @@ def prediction(output: Tensor, num_channels: int) -> Tensor:
 
 
 def per_image(level: Tensor) -> Tensor:
-    """Return values [B] shaped [B,1,1,1], to scale images."""
+    """Return `level` [B] in the shape [B,1,1,1], to scale images."""
     return level.view(-1, 1, 1, 1)
 
 

@@ -37,9 +37,9 @@ class SamplingOptions:
         num_steps: number of steps from noise to data.
         grid: the levels of the steps.
         guidance: the guidance of dx/dt.
-        selection_rate: fraction of tokens that do not run in each call of the network, except in
-            calls that a guidance routes itself; 0: none.
-        routing: the routing method that applies the rate; auto is the method of training.
+        selection_rate: fraction of tokens that bypass blocks in each call of the network for which
+            the guidance does not choose such tokens itself; 0: none.
+        routing: the routing method that applies `selection_rate`; `auto`: the method of training.
         trained: the routing method of training.
     """
 
@@ -104,7 +104,7 @@ class SamplingOptions:
         self, backbone: Backbone, objective: Objective, weak: Backbone | None = None
     ) -> None:
         """Evaluate the guidance once, with networks that return zeros, before training starts;
-        raise `ValueError` if it fails. `weak` is the network of its `weak_checkpoint`."""
+        raise `ValueError` if this fails. `weak`: network of the guidance's `weak_checkpoint`."""
         x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
         levels = self.levels(objective)
         batch = ImageBatch(
@@ -211,8 +211,8 @@ def generate(
         backbone: the network, on the device to sample on.
         objective: its objective in training.
         indices: positions in the seed's sequence of images.
-        labels: one per index, int64 in 0 … num_classes, or contexts [n, T, S]; None for an
-            unconditional network.
+        labels: int64 [n] in 0 … num_classes, or contexts [n, T, S] of T vectors of width S, for
+            the n indices; None for an unconditional network.
         seed: seed of the sequence.
         batch_size: images per batch.
         precision: fp32, bf16 or fp16, see `tread_zoo.runtime`.
@@ -267,8 +267,8 @@ def _watched(dx_dt: DxDt, objective: Objective, watch: Callable[[Tensor], None])
 def check_weak(
     backbone: Backbone, objective: Objective, weak: Backbone, objective_of_weak: Objective
 ) -> None:
-    """Raise `ValueError` if a weak network predicts another quantity, or other images, than
-    `backbone`: guided samples would be silently wrong."""
+    """Raise `ValueError` if `weak`, trained with `objective_of_weak`, predicts another quantity or
+    other images than `backbone`, trained with `objective`: guidance would be silently wrong."""
     weak_metadata, metadata = (
         {
             "size": network.input_size,

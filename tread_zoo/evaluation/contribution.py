@@ -43,7 +43,7 @@ def data_contributions(
     num_images: int = NUM_IMAGES,
 ) -> dict[str, Any]:
     """Return the record of `contributions` on `num_images` evenly spaced held-out images of `data`,
-    or training images if none were held out. Other arguments are explained there."""
+    or training images if none were held out. For the other arguments see `contributions`."""
     part = data.train if data.held_out is None else data.held_out
     images, labels = stack_part(part, num_images)
     device = next(backbone.parameters()).device

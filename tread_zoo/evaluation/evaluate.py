@@ -46,9 +46,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the record of a network's scores; every rank must call this.
 
-    `values` has the scores of samples and `real` those of held-out images, if the reference is the
-    training images. `protocol` has all that scores depend on, and `contributions` the effect of
-    each block. `not_scored` says which metrics are missing and why.
+    `values` has the scores of samples. `real` has the scores of held-out images if the reference is
+    the training images. `protocol` has all that scores depend on, and `contributions` the effect
+    of each block. `not_scored` says which metrics are missing and why.
 
     Args:
         backbone, objective, data: the network, its objective in training, and its data.
@@ -106,9 +106,9 @@ def evaluate(
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the scores of all images in a folder or .npz file `place`, as a record like
-    `evaluate`'s. `options` names the reference: a split of `data`, or a path. Raises ValueError if
-    no metric can be computed."""
+    """Return the scores of all images in a folder or .npz file `place`, as a record like that of
+    `evaluate`. `options` names the reference: a path or a split of `data`. Features are computed
+    on `device`. Raises ValueError if no metric can be computed."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation = evaluation.fit(len(images), images.shape, images.num_classes)
@@ -125,9 +125,9 @@ def evaluate_images(
 
 
 def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
-    """Return the held-out images, whose scores show what real images reach. Return None if there
-    are none, if they are latents, or if the reference is not the training images. `device` is for
-    decoding."""
+    """Return the held-out images, whose scores show what real images reach. Stored latents are
+    decoded on `device`. Return None if there are none or no decoder, or if the reference is not
+    the training images."""
     if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
     return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)
@@ -165,10 +165,10 @@ def make_evaluation(
     num_classes: int = 0,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return an `Evaluation` for images of `num_classes` classes (0: no labels). Whether its
-    metrics can be computed is checked later, by its `fit`. The reference is a split of `data`,
-    whose latents are decoded on `device`, or a path. Raises ValueError for unknown names or missing
-    files."""
+    """Return an `Evaluation` for images of `num_classes` classes (0: no labels). `Evaluation.fit`
+    checks later whether the metrics can be computed. `options` names the reference: a path or a
+    split of `data`, whose stored latents are decoded on `device`. Raises ValueError for unknown
+    names or missing files."""
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
     reference = _open_reference(options, data, device)
@@ -195,8 +195,8 @@ def make_evaluation(
 def _open_reference(
     options: EvaluationConfig, data: ImageData | None, device: torch.device | None
 ) -> Reference:
-    """Return the reference that `options` names: the training or held-out images of `data`, whose
-    latents are decoded on `device`, or those at a path."""
+    """Return the reference that `options` names: what is at a path, or the training or held-out
+    images of `data`. Stored latents are decoded on `device`."""
     name = options.reference
     if name not in ("train", "held_out"):
         return open_reference(name)

@@ -121,7 +121,7 @@ def _trace(
     meta: Backbone, batch: int, routes: Routes, backward: bool, loss: Loss | None = None
 ) -> int:
     """Return the FLOPs of one call of `meta`, a network from `without_data`, on `batch` images with
-    the crossings `routes`. `loss` is called instead of the network if it is given. `backward` adds
+    the crossings `routes`. If `loss` is given, it is called instead of the network. `backward` adds
     the gradient. Equal calls are traced once."""
     of = getattr(loss, "key", loss)
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward, of)

@@ -26,7 +26,8 @@ _EXACT = 1e-9  # relative error; float64 eigenvalues are accurate to about D * 2
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean [D] and covariance [D, D] (over N - 1), float64; `count` is N, or None if unknown."""
+    """Mean [D] and covariance [D, D] (divisor N - 1), float64, of N rows of D features. `count` is
+    N, or None if unknown."""
 
     mean: Tensor
     covariance: Tensor

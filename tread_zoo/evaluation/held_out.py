@@ -97,7 +97,7 @@ def held_out_record(
 
 
 def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, ...]:
-    """Return `count` items of a data set, or all if it has fewer: images as stored [n, …], and
-    labels [n] or contexts [n, T, S], T embeddings of width S. They are evenly spaced, because the
-    first items of a sorted data set have few classes."""
+    """Return n items of a data set, `count` or all if it has fewer: images as stored [n, …], and
+    labels [n] or contexts [n, T, S], T embeddings of width S. The items are evenly spaced, because
+    the first ones of a sorted data set have few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class Protocol:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Protocol":
-        """Return the protocol of a record, before or after a round trip through JSON."""
+        """Return the protocol in `record`, a score's record from memory or read from JSON."""
         names = {f.name for f in fields(cls)}
         plain = json.loads(json.dumps(record["protocol"]))
         return cls(**{name: value for name, value in plain.items() if name in names})

@@ -180,7 +180,7 @@ class Evaluation:
         cache: dict[str, Any] | None = None,
         **metadata: Any,
     ) -> dict[str, Any]:
-        """Return the record of `images` that `score` returns; `real` has the scores of `held_out`.
+        """Return what `score` returns for `images`, with the scores of `held_out` as `real`.
 
         Args:
             images, held_out: the images to score, and real ones to score for comparison.
@@ -230,8 +230,8 @@ class Evaluation:
         return record | ({"not_scored": self.not_scored} if self.not_scored else {})
 
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
-        """Return the reference's features, computed with the function `features`, except statistics
-        that are stored in the reference's file."""
+        """Return the reference's features. Where a metric needs no more than the statistics stored
+        in the reference's file, these are returned; else `features(images, metrics)` is called."""
         compared = self._compared(self.extractor) if self.extractor else []
         computed, real = FeatureSet(), self.reference.images
         if compared and real is not None:
@@ -291,9 +291,9 @@ def extract(
     rows: Collection[str] = (),
     batch_size: int,
 ) -> FeatureSet:
-    """Return features of all images, computed by `network` (from `Extractor.load`): mean and
-    covariance of those named in `statistics`, and all rows, one per image, of those named in
-    `rows`. Only one batch of images is in memory at a time."""
+    """Return features of all images, computed by `network` (from `Extractor.load`; None: no
+    features): mean and covariance of those named in `statistics`, and all rows, one per image, of
+    those named in `rows`. Only one batch of images is in memory at a time."""
     rank, world = rank_and_number()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image

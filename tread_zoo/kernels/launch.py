@@ -23,7 +23,8 @@ def launch(
     *args: Any,
     **options: Any,
 ) -> None:
-    """Run the Triton kernel called `kernel` in `module` on `args`, once for each point of `grid`.
+    """Run the Triton kernel `kernel` of `module` on `args`, once for each point of `grid`.
+    `options` are the kernel's compile-time constants and Triton's launch options.
 
     The first launch of a module is logged, as compilation takes seconds unless Triton has cached
     it.

@@ -126,8 +126,8 @@ def _low_rank_flops(q: Sizes, v: Sizes) -> tuple[int, int]:
 def _flops(
     q: Sizes, k: Sizes, v: Sizes, a: Sizes | None, b: Any, beta: Any, log_decay: Sizes, *rest: Any
 ) -> tuple[int, int]:
-    """Return the torch form's FLOPs, forward and backward, from the inputs' shapes: of the DPLR
-    delta rule with `a`, of the gated delta rule with `beta`, else of linear attention."""
+    """Return the torch form's FLOPs, forward and backward, from the inputs' shapes. The rule is
+    the DPLR delta rule if `a` is given, the gated one if `beta` is, else linear attention."""
     if a is not None:
         return _low_rank_flops(q, v)
     if beta is not None:

@@ -54,8 +54,8 @@ class Stack:
         num_blocks: number of blocks.
         grid: (h, w); N = h * w tokens.
         widths: D of each stream, a tensor of tokens that goes from block to block.
-        skips: {consumer: producer} of the long skips, indices of a block and of the earlier block
-            whose tokens it also gets.
+        skips: {consumer: producer} for each long skip, as indices of blocks: block `consumer` also
+            gets the tokens of the earlier block `producer`.
         default_range: start and end of the blocks to route by default, as in Python slices.
         default_selector: name of the selector that `auto` means.
         keep: bool [B, N], tokens that every choice must keep, or None.
@@ -178,7 +178,7 @@ class Method:
     Args:
         warm_start: fraction of training at its start that is not routed.
         dense_tail: fraction of training at its end that is not routed.
-        probability: probability that one of the other steps is routed; all ranks decide alike.
+        probability: for each other step, the probability that it is routed; all ranks decide alike.
 
     Class attributes:
         drawn: whether all choices are made before the network runs. False: they depend on
@@ -239,7 +239,8 @@ class Method:
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
         """Return the crossings (ranges of blocks that see fewer tokens) of a network call in
-        sampling. The fraction `rate` of the tokens bypasses blocks.
+        sampling. The fraction `rate` of the tokens bypasses blocks. For the other arguments see
+        `draw`.
 
         Raises:
             ValueError: training with this method does not prepare the network for routed sampling.
@@ -249,8 +250,8 @@ class Method:
         raise ValueError(f"routing={self.name} is for training only.")
 
     def weak(self, stack: Stack) -> Crossings:
-        """Return the crossings of a call that makes a weaker prediction, from which guidance leads
-        away. They skip the blocks that some training steps skip.
+        """Return the crossings that skip the ranges of blocks that some training steps skip. With
+        them, a network makes the weaker prediction from which guidance leads away.
 
         Raises:
             ValueError: no training step skips blocks.

@@ -82,8 +82,8 @@ def scan_order(name: str, grid: tuple[int, int], index: int = 0, device: Device 
     """Return the order of layer `index`, int64 [N]: index along the curve -> raster position.
 
     Args:
-        name: raster, serpentine and hilbert give all layers the same order; serpentine8 gives them
-            eight orders in turn.
+        name: `raster`, `serpentine` or `hilbert`, which give all layers the same order, or
+            `serpentine8`, which gives them eight orders in turn.
         grid: (h, w).
         index: index of the layer, from 0.
         device: device of the result. A Hilbert curve is computed on the CPU and copied there.

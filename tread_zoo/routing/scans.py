@@ -35,8 +35,8 @@ class Scan:
     """The order in which a mixer walks over the tokens present.
 
     Args:
-        take: int64 [B * L], in the order of the walk: rows of the tokens flattened to [B * L, D],
-            where L = E + K. None: the walk is in raster order.
+        take: int64 [B * L], where L = E + K: for each step of the walk, the index of its token in
+            the tokens flattened to [B * L, D]. None: the walk is in raster order.
         undo: the inverse permutation of `take`.
         places: int64 [B, K], ascending indices along the full curve of the K grid tokens present;
             None if no token is missing.

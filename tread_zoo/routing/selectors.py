@@ -40,7 +40,8 @@ class Selector(Protocol):
 @register("selector", "random")
 @dataclass(frozen=True)
 class Random:
-    """Keep random tokens; all sets of tokens are equally likely. TREAD's choice, for attention."""
+    """Keep random tokens; all sets of the same size are equally likely. TREAD's choice; it suits
+    attention, which does not need neighbours."""
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         scores = generator.rand(grid[0] * grid[1])
@@ -50,7 +51,7 @@ class Random:
 @register("selector", "rows")
 @dataclass(frozen=True)
 class Rows:
-    """Keep whole rows of the grid, for raster scans."""
+    """Keep random whole rows of the grid; suits networks that scan row by row."""
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         return keep_groups(tiles(grid, (1, grid[1]), generator.device), num_kept, generator)
@@ -59,7 +60,7 @@ class Rows:
 @register("selector", "blocks")
 @dataclass(frozen=True)
 class Blocks:
-    """Keep square blocks of the grid, for shifts and for scans in several directions.
+    """Keep random square blocks of the grid; suits shifts and scans in several directions.
 
     Args:
         size: side of a block, in tokens.
@@ -82,11 +83,11 @@ class Blocks:
 @register("selector", "segments")
 @dataclass(frozen=True)
 class Segments:
-    """Keep contiguous segments of a scan order; longer segments leave fewer gaps.
+    """Keep random contiguous segments of a scan order; longer segments leave fewer gaps.
 
     Args:
         length: length of a segment, in tokens.
-        order: the scan order: raster, serpentine or hilbert.
+        order: the scan order: `raster`, `serpentine` or `hilbert`.
     """
 
     length: PositiveInt = 4

@@ -15,8 +15,8 @@ from tread_zoo.contract.layers import patchify, unpatchify
 def token_losses(
     objective: Any, predict: Any, x: Tensor, draw: Any, levels: Tensor, patch_size: int
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return the loss of each token [B, N], the further values that `objective.loss` returns by
-    name, and the network's output [B, C_out, H, W].
+    """Return the loss of each token [B, N], a dict of the further values that `objective.loss`
+    returns, and the network's output [B, C_out, H, W].
 
     Args:
         objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
@@ -47,9 +47,9 @@ def token_losses(
 def loss_by_token(
     objective: Any, predict: Any, x: Tensor, draw: Any, *, patch_size: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each image [B], the mean over its tokens, and the further values of
-    `objective.loss` by name. Each token has its own noise level, `draw.token_levels` [B, N]. For
-    the arguments see `token_losses`."""
+    """Return the loss of each image [B], which is the mean over the image's tokens, and a dict of
+    the further values that `objective.loss` returns. Each token has its own noise level,
+    `draw.token_levels` [B, N]. For the arguments see `token_losses`."""
     losses, values, _ = token_losses(objective, predict, x, draw, draw.token_levels, patch_size)
     return losses.mean(dim=1), values
 

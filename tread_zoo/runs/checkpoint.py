@@ -283,7 +283,7 @@ def check_same_data(checkpoint: Checkpoint, given: dict[str, Any], *, images: bo
         images: also compare a sample of the images, if both have hashes.
 
     Raises:
-        CheckpointError: size, channels, classes, contexts, the codec of latents or images differ.
+        CheckpointError: size, channels, classes, contexts, images or the latents' codec differ.
     """
     saved = checkpoint.meta["data"]
     wrong = [

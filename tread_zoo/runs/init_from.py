@@ -58,8 +58,8 @@ def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
 
 
 def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
-    """Return the checkpoint that `init_from` names; or, if the run is resumed, the checkpoint that
-    it resumes from, if that began with the same `init_from`. `run_dir` is the run's folder."""
+    """Return the checkpoint that `init_from` in the settings `fields` names. But if the run, whose
+    folder is `run_dir`, resumes from a checkpoint with the same `init_from`, return the latter."""
     place, resume = fields["init_from"], fields.get("resume")
     if resume is not None:
         folder = Path(run_dir if resume in ("latest", "auto") else resume)
@@ -98,8 +98,9 @@ def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
 
 
 def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
-    """Load the averaged weights of `source`, or those that a pushed network has, into `backbone`.
-    Return a text that says what was loaded and what starts fresh.
+    """Load the averaged weights of `source`, or the weights of a pushed network, into `backbone`.
+    Return a text that says what was loaded, what starts fresh, and whether the objective in
+    `config` is another than that of `source`.
 
     Raises:
         CheckpointError: a weight that must fit has another shape, or is not finite.

@@ -58,8 +58,8 @@ def as_checkpoint_error(
 def read_metadata(
     folder: Path, name: str = META_NAME, *only: str, snapshot: bool = False
 ) -> dict[str, Any]:
-    """Return the metadata in a checkpoint's file `name`, after checking its files' checksums. The
-    metadata of a network that was saved alone have no `format`.
+    """Return the metadata of a checkpoint, after checking the checksums of the checkpoint's files.
+    The metadata of a network that was saved alone have no `format`.
 
     Args:
         folder: the checkpoint's folder.

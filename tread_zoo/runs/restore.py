@@ -180,8 +180,8 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None if it has none.
-    Raises ValueError if that network predicts another quantity, or other images, than
+    """Return on the CPU the network of the `weak_checkpoint` in `options.guidance`, or None if this
+    has none. Raises ValueError if that network predicts another quantity, or other images, than
     `backbone`."""
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
@@ -193,8 +193,8 @@ def load_weak(
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options `part` of a sampler or guidance (`kind` says which), changed by all
-    `changes` that are not None. If these name another sampler or guidance, options of `part` that
-    it does not have are left out."""
+    `changes` that are not None. If `changes` name another sampler or guidance, options of `part`
+    that the other one lacks are left out."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

@@ -18,7 +18,8 @@ __all__ = ["CHECKS", "Probe"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the checks, and with them torch, at first use: pytest always imports this package."""
+    """Return `CHECKS` or `Probe`. They, and with them torch, are imported only here, because pytest
+    always imports this package."""
     if name in __all__:
         return getattr(import_module("tread_zoo.testing.conformance"), name)
     raise AttributeError(f"module 'tread_zoo.testing' has no attribute {name!r}")

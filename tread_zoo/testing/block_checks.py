@@ -19,8 +19,9 @@ NUM_TARGETS = 6
 
 @torch.no_grad()
 def check_skips_carry_their_tokens(probe: Probe) -> None:
-    """A long skip gives each token of the later block that token's state after the earlier block,
-    or, if the token bypassed the earlier block, its state at the start of that route."""
+    """A long skip leads from an earlier to a later block. It gives each token of the later block
+    the token's own state after the earlier one or, if a route let the token bypass the earlier one,
+    its state at the start of that route."""
     backbone = probe.build()
     depth, inputs = backbone.num_blocks, probe.inputs()
     if not backbone.skips:
@@ -150,8 +151,8 @@ def _wide(rows: Tensor, stream: Tensor) -> Tensor:
 
 def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:
     """Return how strongly P of a block's tokens affect each other, [P out, P in]: the sum of the
-    absolute gradients of an output token with respect to an input token, divided by the largest
-    such sum of any input token. `places` are the P tokens' indices among the grid's tokens present.
+    absolute gradients of an output token with respect to an input token, divided by the output
+    token's largest such sum. `places` are the P tokens' indices among the grid's tokens present.
     """
     streams = tuple(s.detach().requires_grad_() for s in call.before)
     after = backbone.run_block(call.block, streams, call.condition, call.layout, call.skip)

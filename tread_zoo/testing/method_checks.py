@@ -66,14 +66,15 @@ class MethodProbe:
         method: Method | None = None,
     ) -> tuple[Crossing, ...]:
         """Return the crossings (ranges of blocks that see fewer tokens) that `method` (None: this
-        probe's method) chooses at step `index` for the images with these numbers."""
+        probe's method) chooses at step `index`. `images` are the numbers of the images, on which
+        random choices depend."""
         generator = make_image_generator("kit", index, images=images)
         step = Step(index, NUM_STEPS, seed=0)
         return (method or self.method).draw(Stack.of(backbone), generator, step)
 
     def each_draw(self, backbone: Backbone) -> list[tuple[Crossing, ...]]:
-        """Return the crossings that `draw` returns at some steps. Of steps whose crossings have
-        equal classes, ranges and numbers of tokens, only the last counts."""
+        """Return what `draw` returns at some steps, one example of each kind: crossings of one kind
+        have equal classes, ranges and numbers of tokens."""
         drawn = {}
         for index in STEPS:
             crossings = self.draw(backbone, index)
@@ -303,8 +304,8 @@ def check_sampling(probe: MethodProbe) -> None:
 
 
 def _tokens(backbone: Backbone) -> Tokens:
-    """Return random tokens for the start of a `Crossing`, with long skips from blocks 0 and 1;
-    blocks of the crossing consume only that from block 0."""
+    """Return random tokens for the start of a `Crossing`. They have long skips from blocks 0 and 1;
+    blocks of the crossing consume only the skip from block 0."""
     generator, batch = make_generator("kit tokens"), BATCH
     length = backbone.num_extra_tokens + backbone.num_tokens
 

@@ -305,7 +305,7 @@ class Advice(UserWarning):
 
 
 def advise(holds: bool, text: str) -> None:
-    """Warn with `text` if `holds` is false: unusual, not necessarily wrong."""
+    """Warn with `text` if a rule of thumb is broken, that is, `holds` is false."""
     if not holds:
         warnings.warn(text, Advice, stacklevel=3)
 

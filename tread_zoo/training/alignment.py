@@ -43,7 +43,8 @@ class Alignment(Protocol):
         weight: factor of the alignment's loss in the whole loss.
         stop: fraction of training, in (0, 1], after which the alignment's loss is dropped.
         self_taught: optional class variable. If True, the features are tokens of the averaged
-            network, without routes, after the block that the built module's `teacher_block` names.
+            network, which runs without routes. They are taken after its block `teacher_block`, an
+            attribute of the module that `build` returns.
     """
 
     weight: float
@@ -71,16 +72,16 @@ class REPA:
     """Minus the cosine similarity of projected tokens to stored features of an encoder.
 
     Args:
-        block: align the tokens after this block; counts from 0, negative from the end. auto is
-            block depth // 4, the 8th of 28.
+        block: index of the block after which tokens are aligned; negative ones count from the end.
+            auto is depth // 4, the 8th block of 28.
         weight: factor with which this loss is added to the objective's.
-        projection: mlp (three linear layers with SiLU, on each token) or conv (one 3x3 convolution
-            over the grid, with zeros for tokens that bypass the block).
-        normalize: spatial normalises each channel of the features over the image: it subtracts
+        projection: `mlp` (three linear layers with SiLU, on each token) or `conv` (one 3x3
+            convolution over the grid, with zeros for tokens that bypass the block).
+        normalize: `spatial` normalises each channel of the features over the image: it subtracts
             `mean_share` of the channel's mean, and divides by the channel's standard deviation.
-            none leaves the features as they are.
+            `none` leaves the features as they are.
         mean_share: fraction of the mean that `normalize=spatial` subtracts.
-        hidden_size: width of the mlp.
+        hidden_size: width of the layers of `projection=mlp`.
         stop: fraction of training after which this loss is no longer computed.
     """
 
@@ -122,8 +123,8 @@ class SelfFlow:
     layer 8 of 28, and the averaged network's layer 20.
 
     Args:
-        block: align the tokens after this block; counts from 0, negative from the end. auto is
-            three tenths of the depth.
+        block: index of the block after which tokens are aligned; negative ones count from the end.
+            auto is three tenths of the depth.
         teacher_block: block of the averaged network that gives the features; auto is seven tenths
             of the depth.
         weight: factor with which this loss is added to the objective's.

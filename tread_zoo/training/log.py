@@ -238,8 +238,9 @@ class Log:
         ]  # fmt: skip
 
     def estimate_time(self, step: int) -> None:
-        """Log once how long a run on a CPU will take, judging by its second and third step. On a
-        GPU, where steps are queued, the first line of metrics shows the speed."""
+        """Log how long a run on a CPU will take, when it has done three steps since its start or
+        resume. `step` is the number of all steps done. On a GPU, where steps are queued, the first
+        line of metrics shows the speed."""
         if not self.is_main or self.accelerator.device.type != "cpu":
             return
         if step == self.first_step + 1:

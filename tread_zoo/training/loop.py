@@ -70,7 +70,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
         fields: fields of `tread_zoo.config.RunConfig`; with `resume`, all others come from the run.
 
     Raises:
-        ValueError: a setting is invalid, before anything is written; or memory runs out.
+        ValueError: a setting is invalid (nothing is written then), or memory runs out.
         CheckpointError: a checkpoint cannot be read or written.
         FloatingPointError: a loss or a gradient is not finite; the step was not applied.
         Stopped: a signal was received; the run was saved.
@@ -407,8 +407,8 @@ def draw_step(
 
 
 def _draw(setup: Setup, shape: Sequence[int], generator: Mapping[str, ImageGenerator]) -> Draw:
-    """Return the objective's noise and noise levels for images of `shape` [B,C,H,W]; with a second
-    level, also the level of each token. `generator` has a generator for each of `PURPOSES`."""
+    """Return the objective's noise and noise levels for images of `shape` [B,C,H,W] and, if images
+    may have two levels, the level of each token. `generator` has one for each of `PURPOSES`."""
     draw = setup.objective.draw(shape, generator["noise"])
     if getattr(setup.objective, "second_level_fraction", 0):
         levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ class Window:
 
     def add(self, losses: Tensor, values: dict[str, Tensor], levels: Tensor) -> None:
         """Add the results of a micro-step of this rank: `losses` and noise `levels`, [B] each, and
-        other `values` by name, whose means are logged."""
+        `values`, other tensors by name, of which the means are logged."""
         self._losses.append(losses.detach().float())
         self._levels.append(levels)
         for name, value in {"loss": losses, **values}.items():

@@ -33,8 +33,8 @@ def optimizer_state(
     must call this.
 
     The tensors are unsharded and on the CPU; their keys are `<parameter>|<name>`, as in
-    `head.weight|exp_avg`. The list has {"state": {key: value}, "groups": [{option: value}]} for
-    each of `inner_optimizers`: values with keys of the same form, and the options of each group.
+    `head.weight|exp_avg`. For each of `inner_optimizers`, the list has a dictionary. Its "state"
+    has the other values, with keys of the same form; its "groups" has the options of each group.
 
     Args:
         optimizer: the optimizer.

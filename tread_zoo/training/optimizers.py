@@ -36,8 +36,8 @@ class AdamW:
     Args:
         learning_rate: the peak rate; auto is the rate registered with the backbone.
         weight_decay, beta1, beta2: as in torch.
-        weight_decay_on: with all, every parameter decays; with matrices, norms, biases and
-            embeddings do not. Neither decays the rates, step sizes and D of scans
+        weight_decay_on: `all` decays every parameter. `matrices` spares norms, biases and
+            embeddings. Both spare the rates, step sizes and D of scans
             (`no_weight_decay_names`).
     """
 
@@ -68,9 +68,9 @@ class Muon:
         momentum, nesterov, ns_steps: as in torch; `ns_steps` is the number of Newton-Schulz steps.
         weight_decay: weight decay of Muon and AdamW.
         weight_decay_on: as in `AdamW`; Muon's matrices are always decayed.
-        adjust_lr_fn: factor on Muon's rate, set by a matrix's shape [rows, columns];
-            match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that a rate for AdamW suits Muon, too
-            (Moonlight, arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
+        adjust_lr_fn: factor on Muon's rate, computed from a matrix's shape [rows, columns].
+            `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), so that a rate for AdamW suits Muon,
+            too (Moonlight, arXiv 2502.16982). `original`: sqrt(max(1, rows / columns)).
         adamw_learning_rate: the peak of AdamW's rate; auto is `learning_rate`.
         beta1, beta2: options of AdamW.
     """
@@ -137,8 +137,8 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
 
 def no_weight_decay_names(backbone: Backbone, weight_decay_on: DecayOn) -> set[str]:
     """Return the names of the parameters without weight decay: those that have the attribute
-    `_no_weight_decay`, as in fla and mamba. If only matrices are decayed, biases, other vectors and
-    embeddings (parameters of `nn.Embedding` or of the backbone itself) are added."""
+    `_no_weight_decay`, as in fla and mamba, and, if `weight_decay_on` is "matrices", also vectors,
+    biases and embeddings (parameters of `nn.Embedding` or of the backbone itself)."""
     spared = set()
     for path, module in backbone.named_modules():
         embeds = module is backbone or isinstance(module, nn.Embedding)
@@ -174,11 +174,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         parameters: all trained parameters, by name.
-        matrices: number of rows of every matrix in a parameter, by the parameter's name; see
-            `hidden_matrices`.
-        muon, adamw: options of torch's optimizers. Muon's parameter groups come first: one for each
-            different value of `matrices`, which the group has as `row_sizes`. AdamW's groups
-            follow.
+        matrices: for the name of each of Muon's parameters, the number of rows of every matrix in
+            it; see `hidden_matrices`.
+        muon, adamw: options of torch's optimizers. Muon's parameter groups come first; parameters
+            with equal numbers of rows, the group's `row_sizes`, are in one group.
         spared: names of parameters that AdamW does not decay.
     """
 

@@ -58,8 +58,8 @@ def save_snapshot(state: TrainState, folder: Path) -> None:
 
 
 def _gather(state: TrainState, averages: dict[str, WeightAverage]) -> dict[str, dict[str, Tensor]]:
-    """Return the unsharded weights of each average on the CPU, by the names of average and weight.
-    On ranks other than 0, an average has no weights. One average is gathered at a time. Every rank
+    """Return {name of an average: {name of a weight: weight}}, with whole weights on the CPU. On
+    ranks other than 0, the inner mappings are empty. One average is gathered at a time. Every rank
     must call this."""
     parts, accelerator = {}, state.accelerator
     for part, average in averages.items():

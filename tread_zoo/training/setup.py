@@ -404,8 +404,8 @@ def compile_blocks(network: Backbone) -> None:
 
 
 def _mark_sizes(call: Any) -> Any:
-    """Return the function `call`, which now first marks as dynamic the sizes in its arguments that
-    vary: the batch size of tokens and conditions, and every size of indices of tokens (int64)."""
+    """Return a function that marks the varying sizes of its arguments as dynamic, then returns the
+    result of `call`. The batch size varies, and every size of indices of tokens (int64)."""
 
     def mark(value: Any) -> None:
         if isinstance(value, Tensor):

@@ -31,7 +31,7 @@ class Tracker:
     """The tracker `local`, which does nothing, and the interface of other trackers."""
 
     def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
-        """Start for a run with `settings`, at step 0 or at the step of a resume; called first."""
+        """Start to track a run with `settings` at `step`: 0, or where it resumes. Called first."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log metrics by name."""

@@ -100,7 +100,7 @@ class _Inputs(NamedTuple):
     """The inputs for R rows of the batch, time-major, in the dtype of the sums.
 
     k, v: [L, R, C]. s: the decay per step, w divided by the length of the whole sequence, [C].
-    u: [C]. places: the positions [L, R, 1]; None where they are 0 … L-1.
+    u: the bonus, [C]. places: the positions [L, R, 1]; None where they are 0 … L-1.
     """
 
     k: Tensor
@@ -135,8 +135,8 @@ class _Memory:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Compute exp in place, as 2^(x / ln 2), which is faster on a CPU. x is already a difference of
-    log-weights: dividing it by ln 2 keeps large keys exact, dividing keys before would not."""
+    """Compute exp in place, as 2^(x / ln 2), which is faster on a CPU. x is a difference of
+    log-weights: if keys were divided by ln 2 before the subtraction, large ones lost digits."""
     return x.mul_(LOG2_E).exp2_()
 
 

@@ -281,8 +281,8 @@ def _merge(m, n, d, fall, m_new, n_new, d_new):
 def _merge_grads(
     m, a, z, far_a, far_z, gap, rate, m_new, a_new, z_new, far_a_new, far_z_new
 ):  # fmt: skip
-    """Move the first backward state away by `gap` positions, add the second one (`…_new`), and
-    return the sum. far_a and far_z are A' and Z'."""
+    """Move the first backward state away by `gap` positions, each a decay by exp(-rate), add the
+    second one (`…_new`), and return the sum. far_a and far_z are A' and Z'."""
     fall = gap * rate
     top = tl.maximum(m - fall, m_new)
     old, new = tl.exp((m - top) - fall), tl.exp(m_new - top)
@@ -359,8 +359,8 @@ def _to_edge(places_ptr, row, start, length, way, CHUNK: tl.constexpr):
 
 @triton.jit
 def _distance(places_ptr, row, here, there, length):
-    """Return p_there - p_here as float32. With positions in `places_ptr`, a step outside of the
-    sequence has the position of the nearest step."""
+    """Return the position of step `there` minus that of step `here`, as float32. In `places_ptr`,
+    if given, a step outside of the sequence has the position of the nearest step."""
     if places_ptr is None:
         return (there - here) * 1.0  # a step may be a number under the interpreter
     else:

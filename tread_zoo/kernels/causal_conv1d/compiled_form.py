@@ -44,7 +44,7 @@ def _backward(
     segment_ids: Tensor | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias (empty where there is none)."""
+    """Return the gradients of x, weight and bias; the last is empty if `bias` is None."""
     (batch, _, width), taps = x.shape, weight.shape[1]
     gx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     gw, gbias = gx.new_empty(batch, taps, width), gx.new_empty(batch, width)

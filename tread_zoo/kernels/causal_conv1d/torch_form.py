@@ -40,7 +40,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tenso
 def _gradients(
     grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias (empty where there is none)."""
+    """Return the gradients of x, weight and bias; the last is empty if `bias` is None."""
     dtype = at_least_float32(x)
     grad, inputs = grad_y.to(dtype), x.to(dtype)
     taps = weight.to(dtype).t().contiguous().flip(0)
@@ -73,8 +73,8 @@ class _Fusible(torch.autograd.Function):
 
 
 def flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int, int]:
-    """Return the FLOPs: forward 2 B L D W with W taps, as torch counts a convolution, zeros before
-    the start included; backward twice as much, for ∂x and ∂w."""
+    """Return the FLOPs: 2 B L D W forward for W taps (as in torch, products with zeros before the
+    start count), and twice as many backward, for ∂x and ∂w."""
     return 2 * math.prod(x) * weight[1], 4 * math.prod(x) * weight[1]
 
 

@@ -138,8 +138,8 @@ def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:
 class _Scores(torch.autograd.Function):
     """Sums over channels of row_i col_j exp(s_i - s_j), for all pairs of steps, [T, N, 2 Q, 2 Q].
 
-    s_i is the sum of a chunk's log-decays up to step i. Entries above the diagonal may be infinite.
-    Backward recomputes the scaled rows and cols.
+    Each of a chunk's Q steps has 2 rows and 2 cols, see the module, and s_i is the sum of the
+    log-decays up to step i. Where j > i, sums may be infinite. Backward scales rows and cols again.
     """
 
     @staticmethod

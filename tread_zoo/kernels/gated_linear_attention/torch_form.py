@@ -59,7 +59,8 @@ def _forward(
 def _backward(
     grad: Tensor, weights: Tensor, states: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and log_decay."""
+    """Return the gradients of q, k, v and log_decay. `grad` is the gradient of o; `weights` and
+    `states` are results of `_forward`, and `args` its arguments."""
     q, *_, scale = args
     gq, gk, gv, gl = map(empty_like, args[:4])
     with torch.autocast(q.device.type, enabled=False):
@@ -74,8 +75,9 @@ def _backward(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o, the weights W of pairs of steps, and the states between chunks. The arguments are
-    [T, r, Q, K or V]: T chunks of Q steps, r heads (of some batch rows)."""
+    """Return o [T, r, Q, V], the weights W of pairs of steps [T, r, Q, Q], and the states between
+    chunks [T - 1, r, K, V], for T chunks of Q steps. r counts the heads of all batch rows that are
+    computed at once. q, k and log_decay are [T, r, Q, K], v is [T, r, Q, V]."""
     levels, since, until = _decays(log_decay)
     weights = torch.diag_embed((q * k).sum(-1))
     for h, since_mid, until_mid in levels:
@@ -99,8 +101,8 @@ def _gradients(
     states: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and log_decay, given `grad`, that of o. The arguments are
-    shaped as for `_attend`, or returned by it."""
+    """Return the gradients of q, k, v and log_decay. `grad` is the gradient of o, [T, r, Q, V];
+    `weights` and `states` are results of `_attend`, and the other arguments its arguments."""
     levels, since, until = _decays(log_decay)
     gw, gv = grad @ v.mT, weights.mT @ grad
     own = gw.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)

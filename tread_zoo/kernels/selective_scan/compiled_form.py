@@ -45,7 +45,7 @@ def _forward(
 
 
 def _backward(grad_y: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of u, delta, A, B, C, D and the bias (empty for None)."""
+    """Return the gradients of u, delta, A, B, C, D and step_bias; that of a None is empty."""
     u, delta, A, B, C, D, step_bias, _ = args
     inputs = _prepare(*args)
     gu, gdelta = (torch.empty_like(inputs[0]) for _ in range(2))

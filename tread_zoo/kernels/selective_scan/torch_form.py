@@ -139,9 +139,9 @@ def _backward_tile(
         gy: gradient of the tile's y.
         tile: the tile.
         buffers: three from `_buffers`; the second begins with the state before the tile.
-        carry: a_{t+1} g_{t+1} of the step after the tile; becomes the value for its first step.
-        grads: gradients of u, delta, B and C, of which the tile's part is written, and of A and D,
-            to which it is added.
+        carry: a_{t+1} g_{t+1} for the step after the tile; becomes that for the tile's first step.
+        grads: gradients of u, delta, B and C, whose values for the tile are written, and of A and
+            D, to which the sums over the tile are added.
     """
     a, h, g = buffers
     gu, gd, gB, gC, gA, gD = grads
@@ -185,8 +185,8 @@ def _fill(inputs: _Inputs, tile: _Tile, a: Tensor, h: Tensor) -> Tensor:
 
 
 def _start(h: Tensor, states: Tensor, tile: _Tile) -> None:
-    """Set h[0] to the state before the tile, from `states`, those before all chunks but the
-    first."""
+    """Set h[0] to the state before the tile: 0, or taken from `states`, which has the states before
+    all chunks but the first."""
     if tile.chunk == 0:
         h[0].zero_()
     else:

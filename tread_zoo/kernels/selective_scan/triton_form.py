@@ -126,7 +126,7 @@ def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
 
 
 def _split(batch: int, width: int, groups: int, size: int, wanted: int) -> _Blocks:
-    """Return `_Blocks` with `wanted` states per program, or with all states of a group if it has
+    """Return `_Blocks` with `wanted` states per program, or all states of a group if the group has
     fewer.
 
     batch: rows of the batch. width: channels of all `groups`. size: states of a channel.

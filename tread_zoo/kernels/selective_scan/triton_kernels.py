@@ -161,8 +161,8 @@ def _place(
 
 @triton.jit
 def _rows(ptr, row, left, column, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """Return the STEPS rows from `row` on of a matrix with WIDTH columns, at the columns `column`:
-    a tuple of float32 vectors. Rows after the first `left` are zeros."""
+    """Return the columns `column` of STEPS rows, from `row` on, of a matrix with WIDTH columns: a
+    tuple of float32 vectors. Rows after the first `left` are zeros."""
     rows = ()
     for i in tl.static_range(STEPS):
         value = tl.load(ptr + (row + i) * WIDTH + column, mask=i < left, other=0.0)

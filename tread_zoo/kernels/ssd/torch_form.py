@@ -42,13 +42,14 @@ BLOCK_VALUES = 2**17  # B·L·H·P values computed at a time on a CPU: these fit
 
 
 class _Decays(NamedTuple):
-    """The decays between the Q steps of each of T chunks, for K groups (of some batch rows) of R
-    heads. s_i is the sum of a chunk's log-decays up to step i.
+    """The decays between the Q steps of each of T chunks. K counts the groups of all batch rows
+    computed at once; each has R heads. s_i is the sum of a chunk's log-decays up to step i.
 
     apart: exp(s_i - s_j) where j <= i, else 1, [T, K, R, Q, Q].
     since: exp(s_i), but 0 if a segment starts at step i or before it, [T, K, R, Q].
     until: exp(s_Q - s_j), but 0 if a segment starts after step j, [T, K, R, Q].
-    joined: 1 where j <= i and both are of one segment, else 0, [T or 1, K or 1, Q, Q].
+    joined: 1 where j <= i and both are of one segment, else 0, [T, K, Q, Q]; without segments
+        [1, 1, Q, Q].
     """
 
     apart: Tensor
@@ -58,8 +59,8 @@ class _Decays(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """The inputs of some rows of the batch in the state's dtype, cut into T chunks of Q steps, for
-    K groups (of these rows) of R heads. `u` is the input, and `x` is u times delta.
+    """The inputs of some batch rows in the state's dtype, cut into T chunks of Q steps. K counts
+    the groups of all these rows; each has R heads. `u` is the input, and `x` is u times delta.
 
     u, x: [T, K, R, Q, P]. delta: [T, K, R, Q]. A: [K, R, 1]. B, C: [T, K, Q, N].
     D: [K, R, 1, 1] or None. gaps: [T, K, 1, Q] or None.
@@ -144,7 +145,7 @@ def _scan(c: _Chunks) -> Tensor:
 
 
 def _totals(c: _Chunks) -> Tensor:
-    """Return the decays over all chunks but the first and the last, [T - 2, K, R]."""
+    """Return the decay over each chunk but the first and the last, [T - 2, K, R]."""
     return c.decays.since[1:-1, ..., -1]
 
 
@@ -192,8 +193,8 @@ def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
 def _add_between(
     c: _Chunks, states: Tensor, gy: Tensor, gx: Tensor, gB: Tensor, gC: Tensor, gfalls: Tensor
 ) -> None:
-    """Add to gx, gB, gC and gfalls, the gradient of the log-decays [T, K, R, Q], the terms that
-    pass through `states`, those between the chunks. gy is the gradient of y."""
+    """Add the terms that pass through `states`, the states between the chunks, to the gradients of
+    x, B, C and the log-decays (gfalls, [T, K, R, Q]). gy is the gradient of y."""
     heads, since, until = c.A.shape[1], c.decays.since[1:], c.decays.until[:-1]
     left, gout = _steps_first(c.x[:-1], until), _steps_first(gy[1:], since)
     gstates = _bmm(c.C[1:].mT, gout)
@@ -294,8 +295,8 @@ def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 def _cut_tokens(
     values: Tensor | None, rows: slice, groups: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the `rows` of `values` [B, L] in `dtype` as T chunks of Q steps: [T, K, 1, Q], with
-    K = rows * `groups`, equal for all groups; None if `values` is None."""
+    """Return the `rows` of `values` [B, L] in `dtype` as T chunks of Q steps, repeated for each of
+    a row's `groups`: [T, K, 1, Q], K the groups of all these rows. Return None for None."""
     if values is None:
         return None
     shaped = values[rows, :, None, None].expand(-1, -1, groups, -1)

@@ -35,7 +35,7 @@ class MicroDiT(Bypass):
     """Some tokens bypass a range of blocks and are not in the loss (MicroDiT, arXiv 2407.15811).
 
     In the paper, all patches run through a few mixing blocks, and many are then dropped for good:
-    set start to the number of mixing blocks, and end to the depth.
+    set `start` to the number of mixing blocks, and `end` to the depth.
     """
 
     reconstruction_weight: ClassVar[float] = 0.0  # for the loss of the bypassed tokens
@@ -120,9 +120,9 @@ class MaskTokens(nn.Module):
 
 @dataclass(frozen=True)
 class Mask(Crossing):
-    """Blocks run on the tokens `ids` [B, K] and the extra tokens. After them, the learned tokens of
-    `mask` replace the other tokens of the grid, in all streams (tensors of tokens) and long skips.
-    """
+    """Blocks run on the tokens `ids` [B, K] and the extra tokens. After the blocks, the
+    learned tokens of `mask` replace the grid's other tokens, in all streams (tensors of tokens) and
+    long skips."""
 
     ids: Tensor
     mask: MaskTokens

@@ -76,9 +76,9 @@ class Routers(nn.Module):
         self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return `crossings` with the block's router in each `Weigh`. If there is no `Weigh`, those
-        of `default` are added. Raises ValueError for crossings that are neither a `Weigh` nor a
-        `Skip`."""
+        """Return `crossings`, each `Weigh` with the linear map of its block. If `crossings` has no
+        `Weigh`, those of `default` are added. Raises ValueError for crossings that are neither a
+        `Weigh` nor a `Skip`."""
         given = [each for each in crossings if isinstance(each, Weigh)]
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):

@@ -44,8 +44,8 @@ class Sprint(Bypass):
     `dense_tail`, as the paper does.
 
     Args:
-        absent: what the map gets for a token that did not run: token (a fixed random vector, as in
-            the released code), zero, or dense (its own value before the range).
+        absent: what the map gets for a token that did not run: `token` (a fixed random vector, as
+            in the released code), `zero`, or `dense` (the token's own value before the range).
         path_drop: probability that a routed step skips the range for all tokens.
     """
 

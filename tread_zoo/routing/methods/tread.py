@@ -31,8 +31,8 @@ class Tread(Bypass):
     """Some tokens bypass a range of blocks and rejoin unchanged (TREAD, arXiv 2501.04765).
 
     Args:
-        routes: several routes in sequence, [{start: 2, end: 5}, {start: 6, end: -2}], each with
-            start, end, selection_rate and selector; the last two default to the method's options.
+        routes: several routes in sequence, such as [{start: 2, end: 5}, {start: 6, end: -2}]. Each
+            may also have a selection_rate and a selector; these default to the method's options.
     """
 
     routes: tuple[dict[str, Any], ...] = ()

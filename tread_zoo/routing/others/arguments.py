@@ -22,9 +22,9 @@ First = int | Tensor  # int64 [B] where images start at different positions
 
 
 class PerImage:
-    """A table of the positions of K tokens for each image, [B, K, ...], in place of one table
-    [K, ...] for all images. A block that adds a batch dimension to the table, as `table[None]`,
-    gets the tables of the images."""
+    """Stands in for a position table [K, ...] when images keep different tokens. A block that adds
+    a batch dimension to it, as by `table[None]`, gets `values` [B, K, ...]: a table for each
+    image."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.dtype, self.device = values, values.dtype, values.device
@@ -112,9 +112,9 @@ class Adapter:
         sizes: {size: (number of other tokens, position of the first image token)} for the sizes
             that a dimension over tokens may have.
         batch: B.
-        form: how the block gets tables without a batch dimension for the K image tokens present:
-            `broadcast` as `PerImage`, `plain` as a tensor [B, K, ...], `shared` as a tensor
-            [K, ...] of the first image's ids.
+        form: how a table that has no batch dimension, cut to the K image tokens present, is given
+            to the block: `broadcast`, as a `PerImage`; `plain`, as a tensor [B, K, ...]; `shared`,
+            as a tensor [K, ...] for the tokens of the first image.
         made: outputs of earlier blocks of the route, which already have only the tokens present.
     """
 

@@ -201,8 +201,9 @@ class RoutedPass:
     def _enter(
         self, index: int, block: nn.Module, named: dict[str, Any], key: str, crossing: Crossing
     ) -> Visit:
-        """Return the `Visit` of a block in `crossing`. If the crossing starts at this block, it is
-        entered first. For `named` and `key` see `Visit`."""
+        """Return the `Visit`, the record of this call of a block. If `crossing`, a range of blocks
+        that see fewer tokens, starts at the block, `crossing.enter` is called first. For the
+        other arguments see `Visit`."""
         x: Tensor = named[key]
         layout = Layout((1, self.num_tokens), 0, None, len(x), x.device)
         if index > crossing.start:

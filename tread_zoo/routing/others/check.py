@@ -26,7 +26,7 @@ class Verdict:
     """The result of testing whether a class of blocks may be routed.
 
     Args:
-        form: how its blocks take tables without a batch dimension, see `Adapter`.
+        form: how blocks of the class get tables that have no batch dimension, see `Adapter`.
         output: index of the tokens among a block's outputs; None: they are the only output.
         error: distance of the output for reordered tokens from the reordered output, relative to
             the block's update of the tokens; None: the block does not change the tokens yet.
@@ -135,8 +135,8 @@ def _limit(tokens: Tensor) -> float:
 
 @torch.no_grad()
 def most_similar(output: Any, named: Mapping[str, Any]) -> list[str | None]:
-    """Return, for each output of a block, the name of the argument in `named` that is nearest to it
-    among those of equal shape, or None."""
+    """Return for each output of a block which argument is nearest to it: its name in `named`, or
+    None if no argument has the output's shape."""
     names: list[str | None] = []
     for out in (output,) if isinstance(output, Tensor) else output:
         near = {
