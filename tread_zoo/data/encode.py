@@ -64,8 +64,7 @@ def encode(
         out, config: folder of the table, and settings of the encoding.
         text: a text encoder for the captions, on its device; None stores the labels or contexts
             that `data` has.
-        features: a label for the extractor of features, and the extractor, a function from images
-            to features; None stores no features.
+        features: a label and a function from images to features; None stores no features.
         precision: fp32, bf16 or fp16, in which the autoencoder and the text encoder compute.
         rank, num_ranks: number of this process, and how many there are.
 
