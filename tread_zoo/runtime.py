@@ -85,7 +85,7 @@ def _cpu_computes_bf16() -> bool:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """Return the autocast context for a resolved precision."""
+    """Return the context of a precision: none for `fp32`, torch.autocast for `bf16` or `fp16`."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])

@@ -109,8 +109,8 @@ def sum_ways(x: Tensor, scan: Scan) -> Tensor:
 
 
 def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
-    """Return the log-decays [2 B, L, ..] of the forward and the backward walk, each multiplied by
-    its token's distance from the previous token along the full curve."""
+    """Return `log_decay` [2 B, L, ..], those of the forward walk and then those of the backward
+    walk, each multiplied by the steps from the token before it on the curve through all tokens."""
     gaps = scan.gaps()
     if gaps is None:
         return log_decay

@@ -86,8 +86,8 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
 
 
 def _changes(rate: Sequence[Any]) -> list[float] | None:
-    """Return the fractions of training at which a rate [steps, …] changes; [] for [linear, …] and
-    [cosine, …]; None for a list of a wrong form."""
+    """Return the fractions of training at which a rate like [steps, r0, [f, r]] jumps, here [f];
+    an empty list for [linear, r0, r1] and [cosine, r0, r1]; None for a list of another form."""
     name, *values = rate
     if name in ("linear", "cosine"):
         rates, fractions, fits = values, [], len(values) == 2

@@ -29,8 +29,9 @@ def summarise(
     k_ptr, v_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write, for each chunk, the state (m, N, D) that sums up its steps as seen from the last one
-    (forth), and the same as seen from the first one (back)."""
+    """Write two states (m, N, D) of each chunk, as seen from its last step (forth) and from its
+    first step (back). N and D are sums of e^(k - m) v and e^(k - m), decayed by the distance to
+    that step; m is the largest exponent."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     at = (row * length + start) * channels + c

@@ -44,7 +44,8 @@ class _Blocks(NamedTuple):
     """How the work is divided: a program computes one block of channels of one row of the batch.
 
     channels: number of channels of a block. states: number of states of a channel, rounded up to a
-    power of two. parts: number of blocks of a group. programs: number of programs.
+    power of two. parts: number of blocks of a group of channels that share B and C. programs:
+    number of programs.
     """
 
     channels: int

@@ -36,7 +36,7 @@ def ssd_mamba(
     segment_ids: Tensor | None = None,
     gaps: Tensor | None = None,
 ) -> Tensor:
-    """Return the result of `mamba_chunk_scan_combined`, which has our layout."""
+    """Return the result of mamba_ssm's `mamba_chunk_scan_combined`, for tensors in our layout."""
     u, step, skip = x.float(), delta.float(), None if D is None else D.float()
     inputs = u
     if gaps is not None:
