@@ -69,8 +69,8 @@ class CompareConfig:
             combinations of them are run.
         fixed: overrides for all runs of a study, unless the command line changes them.
         jobs: number of processes at a time; with several GPUs, each process takes one.
-        metric: the score by which the page judges; null takes the first one that all runs have
-            and for which lower is better.
+        metric: the score by which the page judges; null takes the first one that all runs have,
+            a distance (lower is better) if there is one.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list. Other words of
             the command line are then overrides of `tread-zoo evaluate`.
     """

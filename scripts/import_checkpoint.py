@@ -29,7 +29,8 @@ class ImportConfig:
 
     Args:
         in: the file as published, or as its training script saved it (.pt, .pth, .safetensors).
-        format: name of the project that published the file; docs/sharing.md lists them.
+        format: format of the file, such as `sit`; docs/sharing.md lists the formats, with the
+            projects that publish them.
         out: a new folder, for checkpoint=… of the other commands.
         export: convert in the other direction: `in` is a run's folder, and `out` a file in the
             project's format. Of the fields below, only `weights` applies.
@@ -39,7 +40,8 @@ class ImportConfig:
             format=tread, null is `edm`, and the other choice is `flow`.
         num_heads: number of attention heads, which no tensor shows; null is that of the published
             size.
-        num_classes: number of classes; null is the number of rows of the label table, less one.
+        num_classes: number of classes; null is the number of rows of the label table, less one if
+            the table has a row for the null label. A table of 1000 rows has none.
         drop_unknown: skip tensors that our backbone does not have.
     """
 

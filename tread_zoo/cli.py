@@ -246,8 +246,8 @@ def _nobody_reads() -> bool:
 
 @contextmanager
 def plain_errors(name: str, config: type) -> Iterator[None]:
-    """Turn hydra's errors about a script's settings into a `ValueError` of one line that suggests
-    the nearest name. `name` is the script's, `config` the class of its settings."""
+    """Turn hydra's errors about a script's settings into a `ValueError` of one line. For an unknown
+    name, it suggests the nearest. `name` is the script's, `config` the class of its settings."""
     try:
         yield
     except MissingConfigException as error:

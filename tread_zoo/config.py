@@ -158,10 +158,11 @@ class EvaluationConfig:
             `digits-cnn-64` for digits, else `inception-v3-compat`.
         metrics: names of registered metrics; `auto` is fid, kid, precision and recall, as far as
             extractor, reference and number of images allow; `[]` makes and scores no samples.
+            label_accuracy is added if the extractor knows the classes.
         reference: images to compare with: `train` or `held_out`, those of the data; a folder of
             pictures; or an .npz in ADM's format, with images or with statistics from tread-zoo
             make-reference.
-        num_reference: number of real images, evenly spaced; null: all.
+        num_reference: number of images of `train` or `held_out`, evenly spaced; null: all.
         seed: seed of the samples.
         block_ranges: ranges of blocks, as in [[2, 8]], whose contributions are measured; empty: the
             routed ranges, or else the default route.

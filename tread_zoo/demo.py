@@ -93,8 +93,8 @@ def draw(
 ) -> Iterator[Image.Image]:  # fmt: skip
     """Yield a grid of `count` images again and again while a thread samples them in `steps` steps.
     `condition` is a class's name, a prompt for the text `encoder`, or `EACH`, all classes in turn.
-    A `scale` of 1 means no guidance. `codec` decodes the samples. For errors see
-    `Restored.sampling`."""
+    Without a prompt, a network with contexts gets those of its data. A `scale` of 1 means no
+    guidance. `codec` decodes the samples. For errors see `Restored.sampling`."""
     network, indices, names = run.backbone, range(count), class_names(run)
     guidance = {"name": "none"} if scale == 1 else {"name": "cfg", "scale": float(scale)}
     labels, titles = default_labels(indices, network.num_classes), list[str]()

@@ -116,11 +116,11 @@ def direction(metric: str) -> str | None:
 
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return the names of the scores that all runs have under one protocol, and notes on why others
-    are not compared. Distances (see `is_distance`) come first, the held-out loss last.
-
-    Sampler, guidance and weights may differ: they are reported as settings. The held-out loss is
-    compared if the data and the protocol's `held_out` agree.
+    """Return the names of the scores that all runs have under one protocol, and notes: why others
+    are not compared, and the protocols' own. Distances (see `is_distance`) come first, the held-out
+    loss last. Scores without a known `direction` are left out. Sampler, guidance and weights may
+    differ: they are reported as settings. The held-out loss is compared if the data and the
+    protocol's `held_out` agree.
 
     Raises:
         ValueError: the runs share no score.

@@ -44,8 +44,8 @@ def write_report(
         out: the folder.
         title: the first line.
         command: the command that made the runs, or "".
-        metric: the score by which settings are ranked; None: the first one that all runs have and
-            for which lower is better.
+        metric: the score by which settings are ranked; None: the first one that all runs have,
+            a distance (lower is better) if there is one.
         failed: from `run_cells`: why runs failed, by name, for the notes.
 
     Raises:

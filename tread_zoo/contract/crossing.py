@@ -93,7 +93,8 @@ class Tokens(NamedTuple):
 
     streams: tensors of tokens that every block updates, [B, E + K, D] each.
     skips: {index of the block it comes from: long skip [B, E + K, D]}, for skips to later blocks.
-        Within a crossing that drops tokens, only the skips that its blocks consume are here.
+        Within a crossing that drops tokens, skips from before it are here only if its blocks
+        consume them.
     condition: what blocks are conditioned on; a `PerToken` in it has values for the same tokens.
     layout: which tokens are present.
     inner: keys of the `skips` that the blocks of a crossing consume; set before it is entered.

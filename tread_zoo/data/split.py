@@ -80,7 +80,8 @@ def evenly_spaced(size: int, count: int | None) -> list[int]:
 def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
     """Return the indices of `count` items of a data set in the order of samples: the i-th index is
     of an item with label i mod num_classes, the label of sample i. Items of small classes are
-    repeated. Without labels, the items are evenly spaced."""
+    repeated, and any items stand in for a class that has none. Without labels, the items are evenly
+    spaced."""
     labels = getattr(part, "labels", None)
     if not num_classes or labels is None:
         return evenly_spaced(len(part), count)

@@ -158,7 +158,8 @@ def _kind(crossing: Crossing) -> tuple[Any, ...]:
 
 def _structure(network: Backbone) -> tuple[Any, ...]:
     """Return a hashable description of what a network's FLOPs depend on: its class, its options and
-    those of its routing method, which blocks are recomputed, and the shapes of its parameters."""
+    those of a routing method with weights, which blocks are recomputed, and the shapes of its
+    parameters."""
     shapes = tuple((name, tuple(p.shape)) for name, p in network.named_parameters())
     options = json.dumps([network.config, network.routing_config])
     return type(network), options, network.checkpoint_blocks, shapes

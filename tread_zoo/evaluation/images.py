@@ -98,8 +98,8 @@ def part_images(
 
 def _open_folder(folder: Path, field: str) -> Images:
     """Return the pictures of a folder and its sub-folders, sorted by name. Transparency becomes
-    white; the images have one channel if all are grey. Errors name `field`, the setting with the
-    folder."""
+    white; the images have one channel if all are grey. Raises ValueError if the pictures differ in
+    size or there are none; the latter error names `field`, the setting with the folder."""
     from PIL import ExifTags, Image
 
     files = sorted(picture_files(folder, field))

@@ -75,7 +75,8 @@ def import_checkpoint(
         objective: the training objective, if the project has several; None: its usual one.
         num_heads: number of attention heads, which no tensor shows; None: as in the published
             sizes.
-        num_classes: number of classes; None: rows of the label table minus one for the null label.
+        num_classes: number of classes; None: rows of the label table, minus one if it has a row for
+            the null label. A table of 1000 rows has none.
         drop_unknown: leave out tensors that our network does not have; else they are an error.
 
     Raises:

@@ -93,8 +93,8 @@ class Checkpoint:
             return make_config(**{**self.meta["config"], "tracker": "local"})
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Return on the CPU one of the checkpoint's sets of tensors: the weights `model`, `ema` or
-        `ema:<width>`, or the state `optimizer`.
+        """Return on the CPU one of the checkpoint's sets of tensors: the weights `model`, `ema`,
+        `ema:<width>` or `alignment`, or the state `optimizer`.
 
         Raises:
             CheckpointError: the checkpoint has no such part; an imported one may only have `ema`.

@@ -1,10 +1,10 @@
 """A new run that starts from trained weights: `init_from=CHECKPOINT`.
 
-The backbone is the checkpoint's, except for options that the run sets to other values than their
-defaults. If the run names a backbone other than the default one, the sizes that this name stands
-for are set, too. Weights are matched by name. If the condition or the number of outputs differs,
-the layers that depend on it start fresh, and so do a routing method's own weights that the
-checkpoint lacks. All other weights must fit.
+The backbone is the checkpoint's, except for options that the run sets. If the run also names a
+backbone, only options with other values than their defaults count as set. If that is not the
+default backbone, the sizes that its name stands for are set, too. Weights are matched by name. If
+the condition or the number of outputs differs, the layers that depend on it start fresh, and so do
+a routing method's own weights that the checkpoint lacks. All other weights must fit.
 """
 
 import json

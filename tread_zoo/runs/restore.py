@@ -55,7 +55,8 @@ class Restored:
         are not None.
 
         If these name another sampler or guidance, only options of the run that the new one also has
-        are kept. For a run without guidance, a scale alone means classifier-free guidance.
+        are kept; the scale is not kept if one of the two guidances is `none`. For a run without
+        guidance, a scale alone means classifier-free guidance.
 
         Raises:
             ValueError: a name or field is unknown, or the options do not fit the network.

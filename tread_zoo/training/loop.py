@@ -70,7 +70,8 @@ def train(**fields: Unpack[RunFields]) -> Path:
         fields: fields of `tread_zoo.config.RunConfig`; with `resume`, all others come from the run.
 
     Raises:
-        ValueError: a setting is invalid (nothing is written then), or memory runs out.
+        ValueError: a setting is invalid (nothing is written then), memory runs out, too many images
+            cannot be read, or another process of the run ends.
         CheckpointError: a checkpoint cannot be read or written.
         FloatingPointError: a loss or a gradient is not finite; the step was not applied.
         Stopped: a signal was received; the run was saved.
@@ -109,8 +110,8 @@ def train(**fields: Unpack[RunFields]) -> Path:
 def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
     """Train from `state.step` to the last step, with metrics, samples and checkpoints.
 
-    Steps are queued on the device. Losses and signals are checked where the host has to wait for
-    the device anyway and, if there are several processes, also every few steps.
+    Steps are queued on the device. Losses and signals are checked where the host waits for it
+    anyway. A single process also checks once it has a signal; several check every few steps.
     """
     setup, training, accelerator = state.setup, state.setup.training, state.accelerator
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
@@ -178,8 +179,7 @@ def check_steps(state: TrainState, window: Window, received: Mapping[int, float]
 
     Raises:
         FloatingPointError: the loss of a rank or the gradient was not finite in a step of the
-            window. In fp16 only the loss counts: gradients overflow now and then, and the scaler
-            skips those steps.
+            window. In fp16 only the loss counts: the scaler skips steps whose gradient overflows.
     """
     accelerator, norms = state.accelerator, torch.stack(window.norms)
     flags = torch.tensor([float(n in received) for n in SIGNALS], device=norms.device)

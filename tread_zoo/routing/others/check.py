@@ -29,7 +29,8 @@ class Verdict:
         form: how blocks of the class get tables that have no batch dimension, see `Adapter`.
         output: index of the tokens among a block's outputs; None: they are the only output.
         error: distance of the output for reordered tokens from the reordered output, relative to
-            the block's update of the tokens; None: the block does not change the tokens yet.
+            the block's update of the tokens, or the relative change of another output if that is
+            larger; None: the block does not change the tokens yet.
     """
 
     form: str
