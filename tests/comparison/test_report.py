@@ -423,5 +423,5 @@ def test_a_routed_setting_is_compared_with_the_blocks_outside_its_route_alone(tm
             )  # fmt: skip
     rows = overview(report(tmp_path))
     assert rows["dit_tiny", "routed"][STEPS] == "+0.04 [+0.04, +0.04] behind"
-    assert rows["dit_tiny", "routed − 6 blocks"][STEPS] == "+0.01 [+0.01, +0.01] behind"
-    assert ("dit_tiny", "6 blocks") in rows
+    assert rows["dit_tiny", "routed − depth 6"][STEPS] == "+0.01 [+0.01, +0.01] behind"
+    assert ("dit_tiny", "depth 6") in rows

@@ -82,7 +82,7 @@ class Setting:
 @dataclass(frozen=True)
 class Line:
     """A setting in a `Row`, with its mean score over seeds, and whether its samples are meaningless
-    (`is_at_chance`). `kind` is "dense", "routed" or as in "8 blocks". For a routed setting, `less`
+    (`is_at_chance`). `kind` is "dense", "routed" or as in "depth 8". For a routed setting, `less`
     has pairs of a dense one, equal depth first, and by budget the differences from the latter."""
 
     kind: str
@@ -312,7 +312,7 @@ def make_rows(
 
     def line(s: Setting) -> Line:
         kind = "routed" if not s.is_dense else "dense"
-        kind = f"{s.choices[DEPTH]} blocks" if s.label in shallow else kind
+        kind = f"depth {s.choices[DEPTH]}" if s.label in shallow else kind
         others = [other for other in (dense_of[s.label], *shallower[s.label]) if other]
         less = [(o, {b: difference(s, o, curves, metric, b) for b in budgets}) for o in others]
         return Line(kind, s, interval(s.runs[metric].tolist()), at_chance(s.runs, metric), less)
@@ -423,7 +423,7 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
         size = with_si_prefix(line.setting.runs.parameters.mean())
         cells = [[name, line.kind, str(line.score.n), size, score]]
         for i, (other, less) in enumerate(line.less):
-            kind = f"{line.kind} − {other.choices.get(DEPTH)} blocks"
+            kind = f"{line.kind} − depth {other.choices.get(DEPTH)}"
             cells += [[name, kind, "", "", ""]] if i else []
             by_budget = [less.get(axis) for axis in budgets]
             cells[-1] += [
