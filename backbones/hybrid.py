@@ -6,7 +6,8 @@ attention in some blocks (Kimi Linear, arXiv 2510.26692; Qwen3-Next; Dimba, 2406
 
 The pattern is repeated up to the depth. A name is any registered backbone with a mixer, also from a
 plug-in; `attention` is the mixer of `lightning_dit`. All else is LightningDiT's, and every block
-has SwiGLU. Every mixer has H heads; its other options are those in the list, or its defaults. With
+has SwiGLU. A mixer that has heads gets H of them; `Mixer.options_for_heads` also sets widths that
+go with these. Options in the list replace all this, and the others have the mixer's defaults. With
 attention only, this is `lightning_dit`.
 
 All RWKV-7 blocks share v_1, the values of the first of them. If a route contains that first block,
@@ -29,7 +30,8 @@ Pattern = str | list[dict[str, Any]]
 
 
 def find_mixer(name: str) -> type[Mixer]:
-    """Return the mixer class of the backbone that is registered as `name` or `name`_tiny.
+    """Return the mixer class of the backbone that is registered as `name` or `name`_tiny;
+    `attention` means that of `lightning_dit_tiny`.
 
     Raises:
         ValueError: there is no such backbone, or it has no mixer.
@@ -84,7 +86,8 @@ class Hybrid(LightningBackbone):
     Args:
         pattern: mixers and their numbers of blocks, as in gated_deltanet:3,attention:1, or a list
             that also has the mixers' options; repeated up to the depth.
-        num_heads: number of heads of every mixer, H; hidden_size D must be divisible by 4 H.
+        num_heads: number of heads of mixers that have heads, H; hidden_size D must be divisible
+            by 4 H.
     """
 
     default_selector: ClassVar[str] = "rows"

@@ -95,8 +95,8 @@ class CheckedInit(ABCMeta):
 class Shell(Backbone, metaclass=CheckedInit):
     """Base of shells: a shell is a backbone without its mixer, the layer that mixes tokens.
 
-    A subclass that sets `mixer`, and perhaps `mlp`, is a whole backbone. The constructor of a
-    subclass takes its own keywords and passes **options on.
+    A shell's subclass that sets `mixer`, and perhaps `mlp`, is a whole backbone. The constructor of
+    a subclass takes its own keywords and passes **options on.
 
     Args:
         input_size, in_channels, num_classes: see `Backbone`, also for patch_size and learn_sigma.
@@ -111,7 +111,7 @@ class Shell(Backbone, metaclass=CheckedInit):
         takes_contexts: see `Backbone`.
 
     Attributes that subclasses set:
-        positions, label_embed: embeddings of positions and labels.
+        positions, label_embed: embeddings of positions and, if there are any, of labels.
         final: the last layers, called as final(tokens, condition) -> patches.
     """
 
@@ -157,8 +157,8 @@ class Shell(Backbone, metaclass=CheckedInit):
 
     def make_part(self, part: type[Any], index: int, **options: Any) -> Any:
         """Return an instance of `part`, the class of a mixer or MLP, for block `index`. Its
-        constructor gets those of the backbone's options that it takes; `options` add to these or
-        replace them."""
+        constructor gets what it takes of hidden_size, grid, index and the backbone's options;
+        `options` add to the backbone's options or replace them."""
         names = read_keywords(part)
         given = {**self.options, **options, "hidden_size": self.hidden_size}
         given = {"index": index, **given, "grid": self.grid}

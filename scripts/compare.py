@@ -106,7 +106,8 @@ def hang_up(number: int, frame: FrameType | None) -> NoReturn:
 
 def compare(words: Sequence[str]) -> int:
     """Run the cells (combinations of settings) that have no result yet, and write a report on all
-    cells. `words` are the command's arguments. Return 1 if a cell failed, else 0."""
+    that have one. Existing `runs` without overrides are only reported. `words` are the command's
+    arguments. Return 1 if a cell failed, else 0."""
     check_words(words, RunConfig)
     settings = read_settings([word for word in words if word.startswith(PREFIX)])
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
@@ -180,7 +181,8 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comp
 
 def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
     """Return a table with a row for each of `cells`, which have all written their results; see
-    `read_runs` for its columns. Raises ValueError if there are no cells."""
+    `read_runs` for its columns. If the cells scored existing runs, each swept field is a column,
+    too. Raises ValueError if there are no cells."""
     from tread_zoo import comparison
 
     if not cells:

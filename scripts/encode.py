@@ -15,7 +15,7 @@ tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # 
 torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the work
 RANK=3 WORLD_SIZE=16 tread-zoo encode …                # so do the jobs of a job array
 
-If encoding is interrupted, the same command again encodes only what is missing.
+If encoding is interrupted, the same command again encodes the missing files of the table.
 """
 
 import logging

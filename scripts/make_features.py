@@ -33,7 +33,7 @@ class FeaturesConfig:
     Args:
         plugins, data, device: see `RunConfig`.
         out: a .safetensors file, for evaluation.extractor.
-        num_features: size of an image's feature vector.
+        num_features: size of an image's feature vector; with `layers`, the last one's channels.
         layers: a list [channels, padding, whether a pooling follows] for each convolution; null is
             four convolutions, for images of 16 pixels and more.
         num_steps: number of training steps.

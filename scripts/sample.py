@@ -181,8 +181,8 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
 def _names(
     run: "Restored", config: SampleConfig, indices: range, labels: "Tensor | None"
 ) -> list[str]:
-    """Return a name for each of the images `indices`: its class's, if `labels` are given, or else
-    its prompt. The list is empty if there are neither labels nor prompts."""
+    """Return a name for each of the images `indices`: its class's name or number, if `labels` are
+    given, or else its prompt. The list is empty if there are neither labels nor prompts."""
     if labels is not None:
         known = run.class_names
         return [known[label] if known else str(label) for label in labels.tolist()]
@@ -226,8 +226,9 @@ def _at_image_size(
     run: "Restored", weak: "Backbone | None", codec: "Codec", image_size: int | tuple[int, int]
 ) -> "tuple[Restored, Backbone | None]":
     """Return `run` and `weak` with networks for images of `image_size`: a side, or height and
-    width, in pixels. `weak` is the network of the guidance's `weak_checkpoint`, or None. `codec`
-    shows how much smaller latents are than images. Raises ValueError if the size does not fit."""
+    width, in pixels or, without a decoder, of latents. `weak` is the network of the guidance's
+    `weak_checkpoint`, or None. `codec` shows how much smaller latents are than images. Raises
+    ValueError if the size does not fit."""
     import torch
 
     from tread_zoo.factory import at_size

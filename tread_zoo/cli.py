@@ -200,7 +200,7 @@ def quoted(path: str | Path) -> str:
 def errors_in_one_line(
     traceback: bool = False, stopped: str = "stopped by Ctrl-C", status: int = 1
 ) -> Iterator[None]:
-    """Print an error that is raised in the context in one line, and exit.
+    """Print a ValueError, FloatingPointError or OSError of the context in one line, and exit.
 
     The exit status is `status`, or 130 after Ctrl-C, when `stopped` is printed instead. If nobody
     reads the output any more, as after a pipe to `head`, nothing is printed and the status is 141,

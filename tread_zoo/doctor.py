@@ -82,8 +82,9 @@ def routes_of(
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
     """Return pairs (line, whether the errors are small), one for each implementation of an
-    operation that can be used here. It runs on `device` in the precision that `auto` means there;
-    the line has its errors of output and gradients, relative to the plain formula in float64."""
+    operation, except the plain formula, that can be used here. It runs on `device` in the precision
+    that `auto` means there; the line has its errors of output and gradients, relative to the plain
+    formula in float64."""
     checks, dtype = [], DTYPES[resolve_precision("auto", device)]
     for op in get_forms():
         for name in list_forms(op):

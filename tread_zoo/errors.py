@@ -120,7 +120,7 @@ def unknown_field(
 
 
 def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
-    """Return the dotted names, out of `paths`, that the unknown `field` may mean.
+    """Return the dotted names that the unknown `field` may mean; `paths` are the known ones.
 
     They are our name for what other projects call `field`; else up to two fields of this name in
     any group; else the field with the most similar name, preferably in the group `prefix`.

@@ -121,7 +121,7 @@ def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
 
 
 def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
-    """Return for each image, given by its number, the start of SplitMix64's counter: int64 [B]."""
+    """Return int64 [B]: for each image its number times the increment of SplitMix64's counter."""
     if isinstance(images, range):
         numbers = torch.arange(images.start, images.stop, images.step, device=device)
     else:

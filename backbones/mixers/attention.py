@@ -41,7 +41,8 @@ class CrossAttention(nn.Module):
 
     Args:
         hidden_size: D.
-        num_heads: a divisor of D; None: the largest that gives each head 64 channels or more.
+        num_heads: a divisor of D; None: the largest that gives each head 64 channels or more,
+            or 1.
     """
 
     def __init__(self, hidden_size: int, num_heads: int | None = None) -> None:

@@ -3,9 +3,9 @@
 The time mix and the channel mix begin with a q-shift (`mixers.q_shift`). Every projection gets its
 own blend of the token and the shifted channels, blend = x * own + shifted * (1 - own).
 
-This is the time mix of one head. sigma is the logistic function. LoRA is two thin matrices; its
-index names the activation between them, if any. xi, alpha and rho are learned vectors. Biases are
-left out.
+This is the time mix; kk, S_t, GroupNorm and the product r . rho k are per head. sigma is the
+logistic function. LoRA is two thin matrices; its index names the activation between them, if any.
+xi, alpha and rho are learned vectors. Biases are left out.
 
     r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
     v    = v + sigma(LoRA(blend_v)) (v_1 - v)            from the second block on

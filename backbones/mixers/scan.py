@@ -110,7 +110,7 @@ def sum_ways(x: Tensor, scan: Scan) -> Tensor:
 
 def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
     """Return `log_decay` [2 B, L, ..], those of the forward walk and then those of the backward
-    walk, each multiplied by the steps from the token before it on the curve through all tokens."""
+    walk, each multiplied by the steps along the full curve from the previous token present."""
     gaps = scan.gaps()
     if gaps is None:
         return log_decay

@@ -40,7 +40,8 @@ class SelectiveScan(ScanMixer):
     """Selective scans over [B, L, D] in both directions, summed.
 
     Parameters of both directions are stacked along the first axis, forward first. One call of each
-    kernel serves both. The class attribute `ways` is the number of directions.
+    kernel serves both, or one per direction if it must heed gaps. The class attribute `ways` is the
+    number of directions.
 
     Args:
         hidden_size: D.
@@ -119,7 +120,7 @@ class SelectiveScan(ScanMixer):
         return scan.restore(self.out_proj(y * F.silu(z)))
 
     def initialize(self, num_blocks: int) -> None:
-        """Set the weights. `in_proj` stays as `ScanBackbone` has drawn it.
+        """Set the weights, except `in_proj`, which `ScanBackbone` draws as listed.
 
         | parameter | value |
         |---|---|

@@ -44,7 +44,7 @@ class BidirectionalSSD(ScanMixer):
     """State-space duals over [B, L, D] in both directions, summed.
 
     Parameters of both directions are stacked along the first axis, forward first. One call of each
-    kernel serves both directions, as two groups of heads.
+    kernel serves both, as two groups of heads, or one per direction if it must heed gaps.
 
     Args:
         hidden_size: D.
@@ -107,7 +107,8 @@ class BidirectionalSSD(ScanMixer):
         return scan.restore(project(self.out_proj, rms_norm(self.norm, y)))
 
     def initialize(self, num_blocks: int) -> None:
-        """Set the weights. `in_proj` stays as `ScanBackbone` has drawn it, and `norm` stays at 1.
+        """Set the weights, except `in_proj`, which `ScanBackbone` draws as listed. `norm` stays at
+        1.
 
         | parameter | value |
         |---|---|

@@ -3,7 +3,7 @@
 A setting is a group of runs that differ only in seed. Each backbone has a colour, or each setting
 if there is one backbone. Dense (unrouted) settings have solid lines and filled points, routed ones
 dashed lines and hollow points. Dense settings of fewer blocks have dotted lines and diamonds. In an
-SVG, a group drawn in colour i has the class `s<i>`, and a title with the numbers to show on hover.
+SVG, a group drawn in colour i has the class `s<i>`; its title, if it has one, is shown on hover.
 """
 
 import io
@@ -129,8 +129,8 @@ def looks(settings: Sequence[Setting]) -> dict[str, Look]:
 
 def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> "Figure":
     """Return a plot of a score, column `y` of the runs, against a cost or score, column `x`. Small
-    points are runs, large ones the settings' means. With `arrows`, an arrow leads from each setting
-    without routes to the routed one that is compared with it."""
+    points are runs, large ones the settings' means. With `arrows`, arrows lead from each setting
+    without routes to the routed ones that are compared with it."""
     figure, axes = _new_figure((5.8, 4.2))
     points: dict[str, tuple[float, float]] = {}
     style = looks(settings)
@@ -235,7 +235,8 @@ def add_legend(figure: "Figure", settings: Sequence[Setting]) -> None:
 
 def as_svg(figure: "Figure", name: str, *, alone: bool = False) -> str:
     """Return a figure as an SVG element for a page or, with `alone`, as the text of an SVG file.
-    `name` describes it to screen readers, and keeps its ids apart from those of other figures."""
+    `name` keeps its ids apart from those of other figures, and in a page describes it to screen
+    readers."""
     import matplotlib
 
     stream = io.StringIO()

@@ -50,8 +50,8 @@ Table = tuple[list[str], list[list[str]]]  # header, rows
 @dataclass(frozen=True)
 class Setting:
     """Runs that differ only in their seed. `label` is unique in the table. `is_dense` means trained
-    without routes. `choices` has by field this setting's values of all fields, except routing, in
-    which runs of the table differ. `runs` are rows of `read_runs`."""
+    without routes. `choices` has by field this setting's values of `data` and of all fields, except
+    backbone and routing, in which runs of the table differ. `runs` are rows of `read_runs`."""
 
     label: str
     backbone: str
@@ -154,8 +154,8 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
     """Return the settings in order of appearance; the runs of each differ only in their seed. A
-    setting's label shows only values that most settings do not share, and only options that its own
-    backbone, routing method and so on have."""
+    setting's label shows the values that most settings do not share, of options that its backbone,
+    routing method and so on have, or else what distinguishes it from one with the same label."""
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # comparable for any type
     others = [f for f in fields if f not in ("backbone", "routing")]
@@ -241,8 +241,8 @@ def values_at_equal(
 def difference(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
 ) -> Interval | None:
-    """Return the mean, over common seeds, of `routed` minus `dense` in `metric`, with its interval;
-    None if it cannot be computed. For `axis` and `curves` see `values_at_equal`."""
+    """Return the mean, over common seeds, of `routed` minus `dense` in `metric` at an equal budget,
+    with its interval; None if it cannot be computed. For `axis`, `curves` see `values_at_equal`."""
     values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
     if values is None or not np.isfinite(values.astype(float)).all():
         return None
@@ -255,7 +255,7 @@ def difference(
 
 def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return a table of step, y (mean over seeds), low and high (extremes over seeds) for the steps
-    that all runs of a setting measured. Values in scores.jsonl replace those in the log."""
+    that all runs of a setting measured. The log is used only if scores.jsonl has no values."""
     points = curves[(curves.metric == metric) & curves.folder.isin(setting.runs.folder)]
     by_step = points[points.source == points.source.max()].groupby("step").value
     rows = by_step.agg(y="mean", low="min", high="max", n="count").reset_index()
@@ -334,8 +334,8 @@ def make_rows(
 
 
 def short_names(settings: Sequence[Setting]) -> dict[str, str]:
-    """Return by label a short name of each setting: the label without the backbone if all settings
-    have the same, and without the routing if all also have the same routing."""
+    """Return by label a short name of each setting: the label without the backbone if several
+    settings all have the same, and without the routing if they also have the same routing."""
     if len(settings) == 1 or len({s.backbone for s in settings}) > 1:
         return {s.label: s.label for s in settings}
     rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
@@ -415,7 +415,8 @@ def _ratio_text(ratio: Ratio | None) -> str:
 
 def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:
     """Return a table with a row per setting: its score and, at each of `budgets`, the difference
-    routed minus dense with a verdict. Both are given as a mean and its 95 % interval over seeds."""
+    routed minus dense with a verdict, as means with 95 % intervals over seeds. Differences from
+    shallower dense settings have rows of their own."""
     better = direction(metric) or "lower"
     table = []
     for line, name in ((line, row.name) for row in rows for line in row.lines):
@@ -492,8 +493,7 @@ def metric_with_arrow(metric: str) -> str:
 
 
 def with_si_prefix(value: float, index: object = None) -> str:
-    """Return a number as text, with an SI prefix from ten thousand on, as in 1.5T. `index` is
-    unused."""
+    """Return a number as text, with an SI prefix from ten thousand on: 1.5T. `index` is unused."""
     for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{letter}"

@@ -49,7 +49,7 @@ def write_report(
         failed: from `run_cells`: why runs failed, by name, for the notes.
 
     Raises:
-        ValueError: no run was scored, or the runs share no score.
+        ValueError: no run was scored, or the runs share no score or not `metric`.
     """
     ended, metrics, notes = _comparable(runs, failed or {})
     if metric is not None and metric not in metrics:

@@ -137,14 +137,15 @@ class Backbone(nn.Module, ABC):
         """Return the streams, tensors of tokens [B, E + K, D], after `self.blocks[index]`. The
         block must be called as a module, because compilation and sharding hook that call.
 
-        `condition` is from `embed`, `layout` says which tokens are present, and `skip` is a long
-        skip [B, E + K, D] of the same tokens, or None.
+        `condition` is from `embed`, with plain tensors in place of `PerToken`, `layout` says which
+        tokens are present, and `skip` is a long skip [B, E + K, D] of the same tokens, or None.
         """
 
     @abstractmethod
     def head(self, streams: Streams, condition: Any) -> Tensor:
         """Return the output [B, C_out, H, W] from `streams`, the tensors of tokens [B, E + N, D]
-        after all blocks, and the condition that `embed` returned."""
+        after all blocks, and the condition from `embed`, with plain tensors in place of `PerToken`.
+        """
 
     def hidden_state(self, streams: Streams) -> Tensor:
         """Return what `forward` collects as a block's features, [B, E + K, D], from `streams`, the
@@ -308,7 +309,8 @@ class Backbone(nn.Module, ABC):
         return out if features is None else (out, collected)
 
     def tokens_after(self, x: Tensor, t: Tensor, y: Tensor | None, block: int) -> Tensor:
-        """Return the tokens [B, N, D] after a block, without routing; later blocks do not run.
+        """Return the tokens [B, N, D] after a block, in a call without routes; later blocks do not
+        run. Within a crossing that the module `routing` adds, only the kept tokens are there.
 
         Args:
             x, t, y: see `forward`.

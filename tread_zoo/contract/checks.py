@@ -24,8 +24,9 @@ def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-    """Raise `ValueError` if images x, times t or conditions y have a wrong shape, which might
-    broadcast without an error, or if a long skip of the network does not lead to a later block."""
+    """Raise `ValueError` if images x or times t have a wrong shape, which might broadcast without
+    an error, if `check_condition` refuses y, or if a long skip of the network does not lead from a
+    block to a later one."""
     batch, shape = len(x), (network.in_channels, *network.input_size)
     if x.shape[1:] != shape:
         raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(shape)}].")
@@ -43,8 +44,8 @@ def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
 
 
 def check_condition(network: Any, y: Tensor, batch: int) -> None:
-    """Raise `ValueError` unless y holds labels [B] or, for a network that takes contexts, T
-    embeddings of width S per image, [B, T, S]."""
+    """Raise `ValueError` if the network is unconditional, or if y does not fit it. Labels must have
+    the shape [B]; contexts, T embeddings of width S per image, must be floats [B, T, S]."""
     if not network.is_conditional:
         raise ValueError("y was given, but num_classes=0 makes an unconditional network.")
     if not network.context_size:

@@ -83,8 +83,8 @@ class ArrowTable:
         return torch.from_numpy(np.load(io.BytesIO(self._fetch("labels.npy"))))
 
     def cell(self, column: str, row: int) -> bytearray:
-        """Return the bytes in `column` of row `row`. Raises `Unavailable` if the file that has the
-        row cannot be read."""
+        """Return the bytes in `column` of row `row`. Raises `Unavailable` if the row's file cannot
+        be read (in a bucket: cannot be downloaded)."""
         number = bisect.bisect_right(self.ends, row)
         columns = self._open.pop(number, None)
         if columns is None:

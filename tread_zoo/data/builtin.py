@@ -206,7 +206,7 @@ def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
 
 def _as_images(array: np.ndarray, where: str) -> Tensor:
     """Return `array`, which is uint8 [N,H,W], [N,H,W,C] or [N,C,H,W], as images [N,C,H,W]. Raises
-    ValueError if it is something else; the message begins with `where`."""
+    ValueError if it is empty or something else; the message begins with `where`."""
     shape = array.shape
     first, last = (len(shape) == 4 and shape[axis] in (1, 3, 4) for axis in (1, 3))
     if array.dtype != np.uint8 or (len(shape) != 3 and first == last):

@@ -353,8 +353,9 @@ def finish(out: Path, metadata: dict[str, Any]) -> bool:
     """Return whether all files of the table in `out` exist; if so, complete the table.
 
     table.json gets `metadata`, the shape of a row's latents or images, the number of rows of each
-    file, and mean and standard deviation of the latents z by channel. If moments are stored, E[z] =
-    E[mean] and E[z^2] = E[mean^2] + E[std^2]. The labels of all rows are written to labels.npy.
+    file, and mean and standard deviation of the training part's latents z by channel. If moments
+    are stored, E[z] = E[mean] and E[z^2] = E[mean^2] + E[std^2]. The labels of all rows are written
+    to labels.npy.
     """
     import pyarrow
 

@@ -60,7 +60,8 @@ def expand_braces(pattern: str) -> list[str]:
 @contextmanager
 def open_npz(path: Path, field: str) -> Iterator[Any]:
     """Yield the open archive of an .npz file, whose arrays are read at first use. Raises ValueError
-    if the file is damaged or not an .npz file; the message begins with `field`."""
+    if the file is damaged or not an .npz file. The message begins with `field`, unless numpy takes
+    the file for a pickle."""
     damaged = (zipfile.BadZipFile, zlib.error, EOFError)
     try:
         archive = np.load(path, allow_pickle=False)

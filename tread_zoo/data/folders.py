@@ -167,7 +167,7 @@ def columns_of(rows: dict[str, dict[str, Any]], root: Path, files: list[str]) ->
     a value for each of `files`. A file without a row gets None.
 
     Raises:
-        ValueError: no file has a row.
+        ValueError: there are rows, but none of `files` has one.
     """
     places = [os.path.relpath(file, root) for file in files]
     if rows and not any(place in rows for place in places):

@@ -209,8 +209,8 @@ def make_loader(
 def prefetch_to_device(
     batches: Iterator[tuple[Tensor, ...]], device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the batches. If `device` is a GPU, each batch is copied to it while it still computes
-    on the batch before."""
+    """Yield the batches. If `device` is a CUDA GPU, each batch is copied to it while it still
+    computes on the batch before."""
     if device.type != "cuda":
         yield from batches
         return

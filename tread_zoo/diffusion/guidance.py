@@ -73,7 +73,7 @@ class Guidance(Protocol):
         weak_checkpoint: str | None           a run or a checkpoint: its network is `batch.weak`
         check(backbone, objective)            raise ValueError if the guidance does not fit
         check_training(backbone, label_dropout, routing)
-                                              raise ValueError if the weak prediction needs what
+                                              raise ValueError if the guidance needs what
                                               training did not include
     """
 

@@ -84,8 +84,8 @@ class MeanFlow(AdditiveNoise):
     guidance_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def check_training(self, backbone: Backbone, label_dropout: float, routing: Method) -> None:
-        """Raise `ValueError` if the label dropout (the fraction of labels that training drops) or
-        the routing does not fit this loss."""
+        """Raise `ValueError` if the network, the label dropout (the fraction of conditions that
+        training drops) or the routing does not fit this loss."""
         guided = (self.guidance_scale, self.guidance_mix) != (1, 0)
         if guided and not (backbone.is_conditional and label_dropout):
             raise ValueError(

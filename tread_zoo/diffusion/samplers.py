@@ -259,8 +259,9 @@ def initial_noise(shape: Sequence[int], seed: int, indices: Sequence[int]) -> Te
 
 
 def step_noise(shape: Sequence[int], seed: int, indices: Sequence[int], step: int) -> Tensor:
-    """Return the noise [n,C,H,W] that a stochastic sampler adds in step number `step` to the images
-    `indices`, each of `shape` [C,H,W]; that of image i depends only on (seed, i, step)."""
+    """Return standard normal noise [n,C,H,W] for the images `indices`, each of `shape` [C,H,W]. A
+    stochastic sampler scales it and adds it in step number `step`; that of image i depends only on
+    (seed, i, step)."""
     return _noise_of("sample step", shape, indices, seed, step)
 
 

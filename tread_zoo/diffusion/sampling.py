@@ -92,8 +92,8 @@ class SamplingOptions:
             )
 
     def check_training(self, backbone: Backbone, label_dropout: float) -> None:
-        """Raise `ValueError` if training does not teach `backbone` the weak prediction, which the
-        guidance leads away from; for example, predictions without a label need a label dropout.
+        """Raise `ValueError` if training does not teach `backbone` the predictions that the
+        guidance needs; for example, a weak prediction without a label needs a label dropout.
 
         label_dropout: fraction of conditions that training drops, 0 to 1.
         """
@@ -267,8 +267,9 @@ def _watched(dx_dt: DxDt, objective: Objective, watch: Callable[[Tensor], None])
 def check_weak(
     backbone: Backbone, objective: Objective, weak: Backbone, objective_of_weak: Objective
 ) -> None:
-    """Raise `ValueError` if `weak`, trained with `objective_of_weak`, predicts another quantity or
-    other images than `backbone`, trained with `objective`: guidance would be silently wrong."""
+    """Raise `ValueError` if `weak`, trained with `objective_of_weak`, predicts another quantity, or
+    has other images or conditions than `backbone`, trained with `objective`: guidance would be
+    silently wrong."""
     weak_metadata, metadata = (
         {
             "size": network.input_size,

@@ -6,7 +6,7 @@
 F is the network's output before the objective rescales it, and L is the loss. For F_without and
 L_without the block (or a range of blocks) is skipped: all tokens pass it unchanged. The levels are
 the quantiles .2, .5 and .8 of the objective's training levels: t = .2, .5, .8 if t is uniform. A
-block with a small c is not idle: without it the loss may rise by 2 % and samples be far worse.
+block with a small c need not be idle: the loss may rise by 2 % and samples be far worse.
 
 B batch, C channels, H height, W width.
 """
@@ -42,8 +42,8 @@ def data_contributions(
     batch_size: int = 250,
     num_images: int = NUM_IMAGES,
 ) -> dict[str, Any]:
-    """Return the record of `contributions` on `num_images` evenly spaced held-out images of `data`,
-    or training images if none were held out. For the other arguments see `contributions`."""
+    """Return the record of `contributions` on up to `num_images` evenly spaced held-out images of
+    `data`, or training images if none were held out. For the rest see `contributions`."""
     part = data.train if data.held_out is None else data.held_out
     images, labels = stack_part(part, num_images)
     device = next(backbone.parameters()).device
@@ -65,7 +65,7 @@ def own_contributions(
     num_images: int = 16,
 ) -> dict[str, Any]:
     """Return the record of `contributions` on `num_images` images that the network samples itself,
-    as `sampling` says. The ranges are those that were routed in training.
+    as `sampling` says. The ranges are those of `ranges_of` for the routing in training.
 
     No data are needed. Tests on a network for digits find that the same blocks matter as on real
     images.

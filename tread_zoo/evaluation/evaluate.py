@@ -1,6 +1,7 @@
 """Scoring of a backbone's samples, during training or from a checkpoint.
 
-Samples are made batch by batch, scored by `tread_zoo.evaluation.score` and not kept.
+Samples are made batch by batch, scored by `tread_zoo.evaluation.score`, and kept only if
+`evaluation.keep_images` is set.
 
 Dimensions: B batch, C channels, H height, W width.
 """
@@ -48,7 +49,7 @@ def evaluate(
 
     `values` has the scores of samples. `real` has the scores of held-out images if the reference is
     the training images. `protocol` has all that scores depend on, and `contributions` the effect
-    of each block. `not_scored` says which metrics are missing and why.
+    of each block. `not_scored` is there if metrics are missing, and says why.
 
     Args:
         backbone, objective, data: the network, its objective in training, and its data.
@@ -108,7 +109,7 @@ def evaluate_images(
 ) -> dict[str, Any]:
     """Return the scores of all images in a folder or .npz file `place`, as a record like that of
     `evaluate`. `options` names the reference: a path or a split of `data`. Features are computed
-    on `device`. Raises ValueError if no metric can be computed."""
+    on `device` if that is CUDA, else on the CPU. Raises ValueError if no metric can be computed."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation = evaluation.fit(len(images), images.shape, images.num_classes)

@@ -63,7 +63,7 @@ class Extractor:
         sizes: number of features D by name of feature, without the feature map.
         resize: how the network resizes images, in words for records.
         shape: the [C, H, W] that images must have; None: any.
-        num_classes: number of logits, if these are the classes of the data.
+        num_classes: number of logits, if labels can be compared with them; else 0.
     """
 
     name: str
@@ -282,11 +282,11 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
 
 
 def _hub_file(path: str | None, url: str, field: str) -> Path:
-    """Return the path of a file of weights, which has the name at the end of `url`.
+    """Return the path of a file of weights.
 
     Args:
         path: the file, or a folder that has it; None: torch's hub folder.
-        url: where it can be downloaded; only the error mentions this.
+        url: where it can be downloaded; in a folder, the file has the name at the end of this.
         field: setting that the error names if the file is missing.
     """
     name = url.rpartition("/")[2]

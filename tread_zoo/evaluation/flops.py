@@ -7,7 +7,7 @@ The recomputation of activation checkpointing is counted.
 
 A routing method may choose between variants of a step, such as a route with probability p and no
 route with 1 - p. The step's cost is the mean over them. The cost of a variant is that of one
-forward and one backward pass or, if a loss is given, of everything that this loss computes.
+forward and one backward pass or, if a loss is given, of all that it computes and of its gradient.
 """
 
 import json
@@ -122,7 +122,7 @@ def _trace(
 ) -> int:
     """Return the FLOPs of one call of `meta`, a network from `without_data`, on `batch` images with
     the crossings `routes`. If `loss` is given, it is called instead of the network. `backward` adds
-    the gradient. Equal calls are traced once."""
+    the gradient. Equal calls of networks with a name are traced once."""
     of = getattr(loss, "key", loss)
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward, of)
     if key in _TRACED and meta.name is not None:  # without a name the options are unknown

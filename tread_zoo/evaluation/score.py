@@ -118,7 +118,7 @@ class Evaluation:
         metrics: the metrics to compute.
         extractor: the feature extractor; None if no features are needed.
         reference: the real images, or their statistics.
-        not_scored: which metrics are left out, and why; "" for none.
+        not_scored: why metrics are left out; "" if none are.
         auto: leave out metrics that do not fit, instead of raising an error.
     """
 

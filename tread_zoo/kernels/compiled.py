@@ -63,8 +63,9 @@ class CompiledSource:
         return self._problem
 
     def share(self, name: str, *fields: Tensor | float | None, jobs: int) -> None:
-        """Call the C function `name` for the jobs 0 … jobs - 1, split among as many threads as
-        torch has. Each call gets a struct of `fields`, its first job and the job after its last.
+        """Call the C function `name` for the jobs 0 … jobs - 1, split among at most as many
+        threads as torch has. Each call gets a struct of `fields`, its first job and the job after
+        its last.
 
         Raises:
             RuntimeError: there is no library.

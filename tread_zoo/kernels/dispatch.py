@@ -202,8 +202,9 @@ def get_example(
 def unusable(
     op: str, which: Implementation, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """Return why the implementation `which` of `op` cannot be used on a device in a precision (its
-    package or compiler is missing, or it failed the comparison with the torch form), or None."""
+    """Return why the implementation `which` of `op` cannot be used on a device in a precision (the
+    device is of another kind, its package or compiler is missing, or it failed the comparison with
+    the torch form), or None."""
     reason = which.unavailable(device)
     if reason is not None or which.needs is None:
         return reason
@@ -221,7 +222,8 @@ def _difference_to_torch(
     op: str, which: Implementation, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Return how the implementation `which` fails on the example call of `op`, or by how much it
-    differs there from the torch form; None if it does neither."""
+    differs there from the torch form. None if it differs by no more than its
+    tolerance, or refuses the call."""
     args = get_example(op, device, dtype)
     if which.refuses(*args) is not None:
         return None  # it is never chosen for such a call

@@ -1,9 +1,9 @@
 """Operations as custom operators of torch: one node of a graph, differentiable, FLOPs counted.
 
 `forward(*args)` returns the output, or a tuple of the output and of tensors that only the backward
-pass reads. `backward(grad, *kept, *args)` gets the gradient of the output, those tensors (`kept`)
-and the arguments. It returns the gradients of the first `num_gradients` arguments, with an empty
-tensor for an argument that is None.
+pass reads. `backward(grad, *kept, *args)` gets the gradient of the output, the last `num_kept`
+results of `forward` (`kept`) and the arguments. It returns the gradients of the first
+`num_gradients` arguments, with an empty tensor for an argument that is None.
 """
 
 from collections.abc import Callable, Iterable

@@ -111,7 +111,7 @@ def _low_rank_flops(q: Sizes, v: Sizes) -> tuple[int, int]:
     """Return the FLOPs of the DPLR delta rule's torch form, forward and backward, for shapes q, v.
 
     Counted, in the symbols of the torch form: products of pairs of steps; their products with v and
-    u; products with states; both parts of the solution for u; and the inverses.
+    u; products that write or read states; both parts of the solution for u; and the inverses.
     """
     (batch, length, heads, size), width = q, v[3]
     chunks = -(-length // CHUNK)

@@ -60,8 +60,8 @@ def rate_at(rate: Any, step: int, routed: range, num_steps: int) -> float:
 
 
 def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> None:
-    """Raise `ValueError` if `rate` is a list of a wrong form, or a list with changes outside the
-    routed part of training.
+    """Raise `ValueError` if `rate` is a list of a wrong form, has a value outside [0, 1), or has
+    changes that do not ascend within the routed part of training. A number is not checked.
 
     Args:
         field: name of the option, for the error.
@@ -87,7 +87,8 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
 
 def _changes(rate: Sequence[Any]) -> list[float] | None:
     """Return the fractions of training at which a rate like [steps, r0, [f, r]] jumps, here [f];
-    an empty list for [linear, r0, r1] and [cosine, r0, r1]; None for a list of another form."""
+    an empty list for [linear, r0, r1] and [cosine, r0, r1]; None for a list of another form or with
+    a value outside [0, 1)."""
     name, *values = rate
     if name in ("linear", "cosine"):
         rates, fractions, fits = values, [], len(values) == 2

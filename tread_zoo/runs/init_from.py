@@ -103,7 +103,7 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
     `config` is another than that of `source`.
 
     Raises:
-        CheckpointError: a weight that must fit has another shape, or is not finite.
+        CheckpointError: a weight that must fit has another shape, or any is not finite.
     """
     fresh = backbone.state_dict()
     saved = source.tensors(source.meta.get("weights", "ema"))

@@ -17,8 +17,8 @@ LARGEST_MISFIT = 0.1
 
 
 def width_to_exponent(width: float) -> float:
-    """Return the exponent p of the profile (see the module) of a relative `width`, which is the
-    root of width^2 = p / ((p + 1)^2 (p + 2)).
+    """Return the exponent p of the profile (see the module) of a relative `width`: the largest
+    solution of width^2 = p / ((p + 1)^2 (p + 2)).
 
     Raises:
         ValueError: the width is not between 0 and 0.288; the mean over all steps has 0.288 (p = 1).

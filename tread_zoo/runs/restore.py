@@ -96,7 +96,7 @@ class Restored:
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
         """Return the training data. `changes` replace options of the run's `data`. Raises
-        CheckpointError if the data do not match the checkpoint's."""
+        CheckpointError if the data do not match the checkpoint's, or it was imported."""
         if not self.checkpoint.data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported and names no data to compare with. Sample "

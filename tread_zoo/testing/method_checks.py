@@ -74,7 +74,7 @@ class MethodProbe:
 
     def each_draw(self, backbone: Backbone) -> list[tuple[Crossing, ...]]:
         """Return what `draw` returns at some steps, one example of each kind: crossings of one kind
-        have equal classes, ranges and numbers of tokens."""
+        have equal classes, ranges and shapes of tensors."""
         drawn = {}
         for index in STEPS:
             crossings = self.draw(backbone, index)
@@ -237,7 +237,8 @@ def check_compiles(probe: MethodProbe) -> None:
 def check_costs_are_counted(probe: MethodProbe) -> None:
     """The probabilities that `variants` gives sum to 1 at every step, and each variant runs on the
     meta device and costs FLOPs. If choices are made before the network runs (`drawn`), `draw`
-    returns only crossings with the classes, ranges and numbers of tokens of some variant."""
+    returns only crossings with the classes, ranges and shapes of tensors per image of some variant.
+    """
     backbone, method = probe.build(), probe.method
     variants = list(method.variants(Stack.of(backbone), NUM_STEPS))
     for index in range(NUM_STEPS):

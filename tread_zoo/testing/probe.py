@@ -211,8 +211,8 @@ def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
 
 
 def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
-    """Return a backbone with the same weights for images of twice the height; None if it cannot be
-    built. A raster position is the same row and column in both."""
+    """Return a backbone for images of twice the height, with the same weights where shapes agree;
+    None if it cannot be built. A raster position is the same row and column in both."""
     height, width = probe.input_size
     try:
         taller = replace(probe, input_size=(2 * height, width)).build()

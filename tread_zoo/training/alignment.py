@@ -81,7 +81,7 @@ class REPA:
             `mean_share` of the channel's mean, and divides by the channel's standard deviation.
             `none` leaves the features as they are.
         mean_share: fraction of the mean that `normalize=spatial` subtracts.
-        hidden_size: width of the layers of `projection=mlp`.
+        hidden_size: width of the hidden layers of `projection=mlp`.
         stop: fraction of training after which this loss is no longer computed.
     """
 

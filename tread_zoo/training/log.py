@@ -79,7 +79,7 @@ class EarlyRecords(logging.Handler):
 
 
 class Log:
-    """Context manager that logs a run to its folder. Only rank 0 writes.
+    """Context manager that logs a run to its folder. Only rank 0 writes, except to corrupt.txt.
 
     Args:
         state: the state at the start or after a resume.
@@ -238,9 +238,9 @@ class Log:
         ]  # fmt: skip
 
     def estimate_time(self, step: int) -> None:
-        """Log how long a run on a CPU will take, when it has done three steps since its start or
-        resume. `step` is the number of all steps done. On a GPU, where steps are queued, the first
-        line of metrics shows the speed."""
+        """Log how long the steps left of a run on a CPU will take, when it has done three steps
+        since its start or resume. `step` is the number of all steps done. On a GPU, where steps are
+        queued, the first line of metrics shows the speed."""
         if not self.is_main or self.accelerator.device.type != "cpu":
             return
         if step == self.first_step + 1:

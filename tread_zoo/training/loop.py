@@ -74,7 +74,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
             cannot be read, or another process of the run ends.
         CheckpointError: a checkpoint cannot be read or written.
         FloatingPointError: a loss or a gradient is not finite; the step was not applied.
-        Stopped: a signal was received; the run was saved.
+        Stopped: a signal was received; all steps done are saved.
     """
     load_plugins(fields.get("plugins") or ())
     settings, source = resolve_init_from(fields)
@@ -430,9 +430,9 @@ def affordable_steps(config: RunConfig) -> int:
 def step_flops(
     setup: Setup, network: Backbone, routing: Method | None = None
 ) -> list[tuple[range, float]]:
-    """Return (steps, FLOPs per image) for each stage of a run, in which all steps cost the same.
-    The FLOPs are those of a step's whole loss and its gradient. They include every pass of the
-    network, the pass of an alignment's averaged network, and the alignment's projection.
+    """Return (steps, FLOPs per image) for each stage of a run, in which all steps cost the same on
+    average. The FLOPs are those of a step's whole loss and its gradient. They include every pass of
+    the network, the pass of an alignment's averaged network, and the alignment's projection.
 
     Args:
         setup: the run.

@@ -88,8 +88,8 @@ class Window:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes since the start: of the tensors on `device` if this is a GPU,
-    else of the process."""
+    """Return the peak memory in bytes since the start: of the tensors on `device` if this is a CUDA
+    GPU, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows

@@ -241,7 +241,7 @@ def _run(inputs: _Inputs, scan: _Scan) -> None:
 
 
 def _weigh(inputs: _Inputs, scan: _Scan) -> _Mean:
-    """Return the output, from the sums of both directions in `scan` and each token's own term.
+    """Return the `_Mean` of the sums of both directions in `scan` and each token's own term.
     Turns `scan.m` into the module's c."""
     c, h = scan.m, scan.h
     r = torch.maximum(c[:, 0], c[:, 1].flip(0))

@@ -3,7 +3,8 @@
 
 A program is one warp. It computes one chunk, CHUNK steps of one row of the batch, with one channel
 per thread: loads and stores are whole cache lines, no thread needs another's values, and a state is
-a handful of registers. The loads of GROUP steps are issued together, before anything is computed.
+a handful of registers. The loads of GROUP or CHUNK steps are issued together, before anything is
+computed.
 
 Chunks depend on each other only through two states per chunk. The forth state sums up the chunk as
 seen from its last step, the back state as seen from its first step. Forward and backward have two

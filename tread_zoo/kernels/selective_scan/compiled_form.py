@@ -1,10 +1,10 @@
 """The selective scan in C for a CPU: the recurrence of `torch_form`, in one pass over the inputs.
 
-Autograd keeps the inputs and, as in the torch form, the state before each chunk of CHUNK steps but
-the first. From these the backward pass recomputes the states of all steps. The softplus of the step
-sizes is part of the pass. Rows of the batch and blocks of channels are independent of each other,
-so the number of threads changes no bit. Each has its own part of the gradients of A, B, C, D and
-the bias; the parts are summed afterwards.
+Autograd keeps the inputs and, as in the torch form, the state before each chunk of at most CHUNK
+steps but the first. From these the backward pass recomputes the states of all steps. The softplus
+of the step sizes is part of the pass. Rows of the batch and blocks of channels are independent of
+each other, so the number of threads changes no bit. Each has its own part of the gradients of A, B,
+C, D and the bias; the parts are summed afterwards.
 
 Dimensions: B batch, L length, D channels, N states, G groups, P = D / G channels of a group.
 """

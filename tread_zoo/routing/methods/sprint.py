@@ -100,8 +100,8 @@ class Fusions(nn.Module):
                 self.register_buffer(f"token_{index}", 0.02 * torch.randn(width))
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return `crossings` and, around them, a `Fuse` of the whole range, so that the maps also
-        act in calls without routes."""
+        """Return a `Fuse` of the whole range, so that the maps also act in calls without routes,
+        then `crossings`. Those of the whole range get this module's `absent`."""
         inner = [
             replace(each, absent=self.absent) if (each.start, each.end) == self.span else each
             for each in check_trained(crossings, self.span, (Select, Ranked))

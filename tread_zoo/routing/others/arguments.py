@@ -112,9 +112,9 @@ class Adapter:
         sizes: {size: (number of other tokens, position of the first image token)} for the sizes
             that a dimension over tokens may have.
         batch: B.
-        form: how a table that has no batch dimension, cut to the K image tokens present, is given
-            to the block: `broadcast`, as a `PerImage`; `plain`, as a tensor [B, K, ...]; `shared`,
-            as a tensor [K, ...] for the tokens of the first image.
+        form: how a table that has no batch dimension, cut to the L = K or K + T tokens present, is
+            given to the block: `broadcast`, as a `PerImage`; `plain`, as a tensor [B, L, ...];
+            `shared`, as a tensor [L, ...] for the tokens of the first image.
         made: outputs of earlier blocks of the route, which already have only the tokens present.
     """
 

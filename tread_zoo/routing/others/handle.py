@@ -67,8 +67,8 @@ class Routes:
     # What users call ------------------------------------------------------------------------------
 
     def set_step(self, step: int, num_steps: int) -> None:
-        """Set the optimizer step, counted from 0, and the run's number of steps, on which rates
-        that change during training depend.
+        """Set the optimizer step, counted from 0, and the run's number of steps. `warm_start`,
+        `dense_tail` and rates that change during training depend on both.
 
         Each forward pass of a step chooses its own tokens; setting a step again repeats its
         choices.
