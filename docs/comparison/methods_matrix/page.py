@@ -57,7 +57,9 @@ def tables() -> dict[str, str]:
     by_arm = {arm: of.set_index("seed") for arm, of in runs.groupby("arm")}
     for arm, own in sorted(by_arm.items(), key=lambda each: each[1].fid.mean()):
         rises = 100 * worth.reindex(own.name).dropna()
-        shown = f"{rises.min():.1f} to {rises.max():.1f} %" if len(rises) else ""
+        ends = [f"{rise:.{0 if rise > 9.5 else 1}f}" for rise in (rises.min(), rises.max())]
+        is_shallow = arm.startswith("dense") and arm != DENSE
+        shown = "" if is_shallow or rises.empty else f"{ends[0]} to {ends[1]} %"
         over = "1" if arm == DENSE else verdict(by_arm, arm)
         label = arm if arm.startswith("dense") else f"`{arm}`"
         price = own.flops_per_sample.mean() / by_arm[DENSE].flops_per_sample.mean()
