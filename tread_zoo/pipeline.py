@@ -70,8 +70,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         objective, sampler, guidance: names, or mappings with `name` and options.
         routing: the routing method of the training, for samplers with a `selection_rate`; None:
             tread with its defaults.
-        latent_shift, latent_scale: C numbers each; for latents z the network's input is (z - shift)
-            * scale. None takes the autoencoder's.
+        latent_shift, latent_scale: C numbers each; for latents z the network gets
+            (z - shift) * scale. None takes the autoencoder's.
         class_names: names of the labels 0, 1, …
         text_encoder, tokenizer: of transformers, for prompts, see `tread_zoo.data.text.CLASSES`.
     """
