@@ -57,6 +57,7 @@ COMPUTED = {  # positions from the grid alone
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @torch.no_grad()
 def test_weights_serve_another_size_where_none_belong_to_a_position(name):

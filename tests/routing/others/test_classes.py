@@ -97,6 +97,7 @@ def test_a_class_with_one_table_for_all_images_keeps_the_same_tokens_of_each():
     assert torch.equal(route.ids[0], route.ids[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_recomputed_passes_have_the_gradients_of_plain_ones(name):
     """Also where two passes precede the backward pass of both."""
