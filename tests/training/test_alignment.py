@@ -166,6 +166,28 @@ def test_the_averaged_network_is_the_encoder(second_level_fraction):
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_the_averaged_network_may_choose_its_own_tokens(monkeypatch):
+    """After a block that most tokens bypass, the features are those that the next block sees."""
+    learned = ("routing=mixture_of_depths", "routing.start=1", "routing.end=3")
+    setup = parts_of(settings(*SELF[:2], *learned, "alignment.teacher_block=1"))
+    teacher = parts_of(settings("seed=1", *learned)).backbone
+    drawn = draw_step(setup, next(setup.batches()), 0, 0, CPU)
+    assert step_loss(setup, drawn, teacher=teacher).values["alignment_loss"].isfinite().all()
+
+    x, t, y = drawn.x, drawn.draw.level, drawn.y
+    tokens, seen = teacher.tokens_after(x, t, y, 1), {}
+    run_block = teacher.run_block
+
+    def watched(index, streams, *given):
+        seen[index] = streams[0]
+        return run_block(index, streams, *given)
+
+    monkeypatch.setattr(teacher, "run_block", watched)
+    teacher(x, t, y)
+    assert seen[1].shape[1] < seen[2].shape[1]
+    torch.testing.assert_close(tokens, seen[2][:, teacher.num_extra_tokens :])
+
+
 def test_the_data_go_on_where_they_were_after_the_alignment_has_stopped(table):
     setup = parts(table, "alignment.stop=0.5", "training.gradient_accumulation_steps=2")
     unbroken = list(setup.batches())

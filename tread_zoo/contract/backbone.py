@@ -310,7 +310,8 @@ class Backbone(nn.Module, ABC):
 
     def tokens_after(self, x: Tensor, t: Tensor, y: Tensor | None, block: int) -> Tensor:
         """Return the tokens [B, N, D] after a block, in a call without routes; later blocks do not
-        run. Within a crossing that the module `routing` adds, only the kept tokens are there.
+        run. Tokens that bypass the block, in a crossing that the module `routing` adds, are there,
+        too.
 
         Args:
             x, t, y: see `forward`.
@@ -319,8 +320,8 @@ class Backbone(nn.Module, ABC):
         check_inputs(self, x, t, y)
         streams, condition = self._embed(x, t, y)
         crossings = self._crossings(())
-        _, collected = self._run_blocks(streams, condition, crossings, [block], block + 1)
-        return collected[block].tokens
+        streams, _ = self._run_blocks(streams, condition, crossings, (), block + 1)
+        return self.hidden_state(streams)[:, self.num_extra_tokens :]
 
     # The loop -------------------------------------------------------------------------------------
 
@@ -367,6 +368,8 @@ class Backbone(nn.Module, ABC):
             while inside and inside[-1][0].end == i + 1:
                 tokens = inside.pop()[1](tokens)
                 tokens = tokens._replace(skips=_still_used(tokens.skips, last_use, i))
+        while inside:  # `stop` lies within these crossings
+            tokens = inside.pop()[1](tokens)
         return tokens.streams, collected
 
     def _run_block(self, index: int, tokens: Tokens, skip: Tensor | None) -> Streams:
