@@ -12,9 +12,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from scipy import stats
 from tables import markdown
 
-from tread_zoo.comparison.intervals import Interval, Ratio, log_ratio
+from tread_zoo.comparison.intervals import LEVEL, Interval, Ratio, log_ratio
 
 HERE = Path(__file__).parent
 PAGES = (HERE / "README.md", HERE.parents[1] / "results.md", HERE.parents[2] / "README.md")
@@ -25,15 +26,20 @@ ARMS = {
     "routed 12": "routed, 12 blocks", "layer dropout 12": "layer dropout, 12 blocks",
 }  # fmt: skip
 STUDIES = {"digits": "digits, 16 tokens", "fashion_mnist": "Fashion-MNIST, 64 tokens"}
+FEW = "few_images"
+ENDPOINTS = {BASE: "12 dense blocks", "layer dropout 12": "layer dropout"}  # of few images
 METRICS = ["fid", "kid", "precision", "recall", "label_accuracy"]
 
 
-def add(runs: str, study: str) -> None:
+def add(runs: str, study: str, note: str = "") -> None:
     """Add a row for each score in a folder of runs to a study's .csv file, in place of a row of the
-    same keys."""
+    same keys. `note` is added to the names of the arms."""
     rows = [row_of(file) for file in sorted(Path(runs).glob("*/score*.json"))]
+    for row in rows:
+        row["arm"] += note
     file, keys = HERE / f"{study}.csv", ["arm", "seed", "learning_rate", "draw", "guidance"]
-    table = pd.concat([pd.read_csv(file), pd.DataFrame(rows)]).drop_duplicates(keys, keep="last")
+    old = [pd.read_csv(file)] if file.exists() else []
+    table = pd.concat([*old, pd.DataFrame(rows)]).drop_duplicates(keys, keep="last")
     table.to_csv(file, index=False, float_format="%.6g")
 
 
@@ -64,7 +70,8 @@ def arm_of(config: dict[str, Any]) -> str:
 def tables() -> dict[str, str]:
     """Return all tables."""
     own = {study: table(means_by_arm(study)) for study in STUDIES}
-    return {"answer": answer(), "rates": rates(pd.read_csv(HERE / "rates.csv")), **own}
+    learning = rates(pd.read_csv(HERE / "rates.csv"))
+    return {"answer": answer(), "rates": learning, **own, **few_images()}
 
 
 def means_by_arm(study: str) -> dict[str, pd.DataFrame]:
@@ -108,6 +115,34 @@ def answer() -> str:
             for arm, name in ARMS.items()
         ),
     )
+
+
+def few_images() -> dict[str, str]:
+    """Return the tables of networks trained on few images: their scores, and the endpoints, with
+    Holm's correction."""
+    runs, by_arm, rows = pd.read_csv(HERE / f"{FEW}.csv"), means_by_arm(FEW), []
+    for arm, own in sorted(runs.groupby("arm"), key=lambda each: each[1].fid.mean()):
+        over = "1" if arm == BASE else in_brackets(ratio(by_arm, arm))
+        name = re.sub(r"(\d+)", r"\1 blocks", arm, count=1)
+        cells = [name, int(own.steps.max()), len(own), middle(own.fid), over]
+        cells += [f"{own.recall.mean():.2f}", f"{own.held_out_loss.mean():.3f}"]
+        rows.append([*cells, f"{100 * own.nearer_to_training.mean():.0f} %"])
+    head = "| network | steps | seeds | Fréchet distance | over that of 12 dense blocks | recall "
+    head += "| held-out loss | nearer to a training image |"
+
+    fid, tests = by_arm["routed 12"].fid, []
+    for arm, name in ENDPOINTS.items():
+        log = log_ratio(fid, by_arm[arm].fid, paired=True)
+        error = log.half / stats.t.ppf((1 + LEVEL) / 2, log.n - 1)
+        p_value = 2 * stats.t.sf(abs(log.mean) / error, log.n - 1)
+        tests.append((p_value, f"routed over {name}", in_brackets(log)))
+    tests.sort()
+    corrected = np.maximum.accumulate([p * (len(tests) - i) for i, (p, *_) in enumerate(tests)])
+    ends = [[*cells, f"{min(p, 1):.2g}"] for (_, *cells), p in zip(tests, corrected, strict=True)]
+    return {
+        FEW: markdown(head, rows),
+        "endpoints": markdown("| endpoint | ratio of distances | p, corrected |", ends),
+    }
 
 
 def rates(scores: pd.DataFrame) -> str:
@@ -163,7 +198,10 @@ def in_brackets(log: Interval) -> str:
 
 
 def dissent(by_arm: dict[str, pd.DataFrame], arm: str) -> str:
-    """Return the kernel distance's verdict on an arm if it is another one, else ""."""
+    """Return the kernel distance's verdict on an arm if it is another one, else "". There is none
+    if the distance of a seed is negative, which it can be for samples like real images."""
+    if any((by_arm[each].kid <= 0).any() for each in (arm, BASE)):
+        return ""
     fid, kid = (ratio(by_arm, arm, metric) for metric in ("fid", "kid"))
     if kid.n < 2 or kid.verdict("lower") == fid.verdict("lower"):
         return ""

@@ -1,0 +1,54 @@
+"""Do networks that were trained on few digits copy them?
+
+python docs/comparison/equal_cost/copies.py comparisons/few_images/runs/*
+
+Adds to few_images.csv the share of samples that are nearer to a training image than to a held-out
+one, by the distance of pixels. There are n training images, and n held-out ones are drawn, 20
+times. A network that copies nothing has one half.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from page import arm_of
+
+from tread_zoo.data.builtin import digits
+
+TABLE = Path(__file__).parent / "few_images.csv"
+SAMPLES, DRAWS = 500, 20
+
+
+def share_of_copies(samples: torch.Tensor, train: torch.Tensor, others: torch.Tensor) -> float:
+    """Return the share of samples that are nearer to an image of `train` than to one of `others`.
+    All are [N, ...] with the same number of pixels."""
+    near = [torch.cdist(samples.flatten(1), of.flatten(1)).amin(dim=1) for of in (train, others)]
+    return float((near[0] < near[1]).float().mean())
+
+
+def main(*runs: str) -> None:
+    table = pd.read_csv(TABLE)
+    for run in map(Path, runs):
+        config = json.loads((run / "config.json").read_text())
+        out, step = run / "copies", json.loads((run / "score.json").read_text())["protocol"]["step"]
+        command = f"tread-zoo sample checkpoint={run} num_images={SAMPLES} out={out}"
+        subprocess.run(command.split(), check=True)
+        samples = torch.from_numpy(np.load(out / "samples.npz")["arr_0"]).float()
+        data = digits(config["data"]["held_out"])
+        train, held_out = (
+            torch.stack([item[0] for item in part]).float() for part in (data.train, data.held_out)
+        )
+        torch.manual_seed(0)
+        others = (torch.randperm(len(held_out))[: len(train)] for _ in range(DRAWS))
+        shares = [share_of_copies(samples, train, held_out[of]) for of in others]
+        same = table.arm.str.startswith(arm_of(config)) & (table.seed == config["seed"])
+        table.loc[same & (table.steps == step), "nearer_to_training"] = sum(shares) / DRAWS
+    table.to_csv(TABLE, index=False, float_format="%.6g")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
