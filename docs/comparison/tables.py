@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
+from scipy import stats
+
+from tread_zoo.comparison.intervals import LEVEL, Interval
 
 matplotlib.use("agg")
 HERE = Path(__file__).parent
@@ -26,6 +30,20 @@ def markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
     """Return a Markdown table of a line of column names and rows of cells."""
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def corrected(logs: Iterable[Interval]) -> np.ndarray:
+    """Return the p-value of each log ratio, paired by seed, with Holm's correction for their
+    number."""
+    values = []
+    for log in logs:
+        error = log.half / stats.t.ppf((1 + LEVEL) / 2, log.n - 1)
+        values.append(2 * stats.t.sf(abs(log.mean) / error, log.n - 1))
+    order = np.argsort(values)
+    factors = np.arange(len(values), 0, -1)
+    found = np.empty(len(values))
+    found[order] = np.maximum.accumulate(np.array(values)[order] * factors).clip(max=1)
+    return found
 
 
 def pages(names: Mapping[str, Any]) -> dict[Path, str]:

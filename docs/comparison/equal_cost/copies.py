@@ -4,7 +4,7 @@ python docs/comparison/equal_cost/copies.py comparisons/few_images/runs/*
 
 Adds to few_images.csv the share of samples that are nearer to a training image than to a held-out
 one, by the distance of pixels. There are n training images, and n held-out ones are drawn, 20
-times. A network that copies nothing has one half.
+times. Prints this share for held-out images in the place of samples, which copy nothing.
 """
 
 import json
@@ -43,10 +43,14 @@ def main(*runs: str) -> None:
             torch.stack([item[0] for item in part]).float() for part in (data.train, data.held_out)
         )
         torch.manual_seed(0)
-        others = (torch.randperm(len(held_out))[: len(train)] for _ in range(DRAWS))
-        shares = [share_of_copies(samples, train, held_out[of]) for of in others]
+        shares, without = [], []
+        for _ in range(DRAWS):
+            others, rest = held_out[torch.randperm(len(held_out))].tensor_split([len(train)])
+            shares.append(share_of_copies(samples, train, others))
+            without.append(share_of_copies(rest, train, others))
         same = table.arm.str.startswith(arm_of(config)) & (table.seed == config["seed"])
         table.loc[same & (table.steps == step), "nearer_to_training"] = sum(shares) / DRAWS
+        print(f"held-out images: {sum(without) / DRAWS:.3f}")
     table.to_csv(TABLE, index=False, float_format="%.6g")
 
 

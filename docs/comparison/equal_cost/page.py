@@ -12,10 +12,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from scipy import stats
-from tables import markdown
+from tables import corrected, markdown
 
-from tread_zoo.comparison.intervals import LEVEL, Interval, Ratio, log_ratio
+from tread_zoo.comparison.intervals import Interval, Ratio, log_ratio
 
 HERE = Path(__file__).parent
 PAGES = (HERE / "README.md", HERE.parents[1] / "results.md", HERE.parents[2] / "README.md")
@@ -130,15 +129,12 @@ def few_images() -> dict[str, str]:
     head = "| network | steps | seeds | Fréchet distance | over that of 12 dense blocks | recall "
     head += "| held-out loss | nearer to a training image |"
 
-    fid, tests = by_arm["routed 12"].fid, []
-    for arm, name in ENDPOINTS.items():
-        log = log_ratio(fid, by_arm[arm].fid, paired=True)
-        error = log.half / stats.t.ppf((1 + LEVEL) / 2, log.n - 1)
-        p_value = 2 * stats.t.sf(abs(log.mean) / error, log.n - 1)
-        tests.append((p_value, f"routed over {name}", in_brackets(log)))
-    tests.sort()
-    corrected = np.maximum.accumulate([p * (len(tests) - i) for i, (p, *_) in enumerate(tests)])
-    ends = [[*cells, f"{min(p, 1):.2g}"] for (_, *cells), p in zip(tests, corrected, strict=True)]
+    fid = by_arm["routed 12"].fid
+    logs = [log_ratio(fid, by_arm[arm].fid, paired=True) for arm in ENDPOINTS]
+    ends = [
+        [f"routed over {name}", in_brackets(log), f"{p:.2g}"]
+        for name, log, p in zip(ENDPOINTS.values(), logs, corrected(logs), strict=True)
+    ]
     return {
         FEW: markdown(head, rows),
         "endpoints": markdown("| endpoint | ratio of distances | p, corrected |", ends),

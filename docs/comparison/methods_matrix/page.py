@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 from remake import read_records
-from tables import markdown
+from tables import corrected, markdown
 
 from tread_zoo.comparison.findings import (
     Setting,
@@ -45,10 +45,10 @@ def add(runs: str) -> None:
     table.sort_values("run", kind="stable").to_csv(BLOCKS, index=False, float_format="%.5g")
 
 
-def settings_by_name() -> dict[str, Setting]:
-    """Return the settings of the scan by method or, without routes, by depth."""
-    found = (s for s in group_settings(read_records(DIGITS)) if s.backbone == BACKBONE)
-    return {setting.label.removeprefix(BACKBONE).strip(): setting for setting in found}
+def settings_by_name(folder: Path = DIGITS, backbone: str = BACKBONE) -> dict[str, Setting]:
+    """Return the settings of a backbone by method or, without routes, by depth."""
+    found = (s for s in group_settings(read_records(folder)) if s.backbone == backbone)
+    return {setting.label.removeprefix(backbone).strip(): setting for setting in found}
 
 
 def blocks_of(setting: Setting) -> pd.DataFrame:
@@ -75,7 +75,26 @@ def tables() -> dict[str, str]:
         rows.append([*cells, f"{setting.runs.label_accuracy.mean():.3f}", shown, f"{price:.2f}"])
     head = "| `mamba_tiny`, digits | seeds | Fréchet distance | over that of the dense network "
     head += "| label accuracy | the loss rises without all routed blocks by | price of a sample |"
-    return {"scan": markdown(head, rows)}
+    return {"scan": markdown(head, rows), "attention": attention()}
+
+
+def attention() -> str:
+    """Return the table of the eight methods with attention: the distance over that of the dense
+    network, with Holm's correction. Of the settings of a method, the paper's is taken."""
+    settings = settings_by_name(HERE, "dit_tiny")
+    _, ratios = ratios_to_dense([*settings.values()], ["fid", "kid"])
+    left_out = ("tread, selection_rate [linear", "random_ltd, selection_rate 0.5", "dense")
+    shown = {name: row[0] for name, row in ratios.items() if not name.startswith(left_out)}
+    values = corrected(ratio.log for ratio in shown.values())
+    texts = dict(ratio_table(["dit_tiny"], ratios, "fid")[1])
+    return markdown(
+        "| `dit_tiny`, Fashion-MNIST | seeds | Fréchet distance over that of the dense network "
+        "| p, with Holm's correction for eight |",
+        (
+            [f"`{name.partition(',')[0]}`", ratio.log.n, texts[name], f"{p:.2f}"]
+            for (name, ratio), p in zip(shown.items(), values, strict=True)
+        ),
+    )
 
 
 def draw() -> None:
