@@ -32,17 +32,18 @@ def markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def corrected(logs: Iterable[Interval]) -> np.ndarray:
-    """Return the p-value of each log ratio, paired by seed, with Holm's correction for their
-    number."""
-    values = []
-    for log in logs:
-        error = log.half / stats.t.ppf((1 + LEVEL) / 2, log.n - 1)
-        values.append(2 * stats.t.sf(abs(log.mean) / error, log.n - 1))
+def p_value(log: Interval) -> float:
+    """Return the p-value of a log ratio that is paired by seed."""
+    error = log.half / stats.t.ppf((1 + LEVEL) / 2, log.n - 1)
+    return float(2 * stats.t.sf(abs(log.mean) / error, log.n - 1))
+
+
+def corrected(p_values: Iterable[float]) -> np.ndarray:
+    """Return p-values with Holm's correction for their number."""
+    values = np.array(list(p_values))
     order = np.argsort(values)
-    factors = np.arange(len(values), 0, -1)
     found = np.empty(len(values))
-    found[order] = np.maximum.accumulate(np.array(values)[order] * factors).clip(max=1)
+    found[order] = np.maximum.accumulate(values[order] * range(len(values), 0, -1)).clip(max=1)
     return found
 
 

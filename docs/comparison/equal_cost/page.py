@@ -6,13 +6,15 @@ python docs/comparison/tables.py equal_cost RUNS STUDY    # adds a folder of run
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from tables import corrected, markdown
+from scipy import stats
+from tables import corrected, markdown, p_value
 
 from tread_zoo.comparison.intervals import Interval, Ratio, log_ratio
 
@@ -25,7 +27,7 @@ ARMS = {
     "routed 12": "routed, 12 blocks", "layer dropout 12": "layer dropout, 12 blocks",
 }  # fmt: skip
 STUDIES = {"digits": "digits, 16 tokens", "fashion_mnist": "Fashion-MNIST, 64 tokens"}
-FEW = "few_images"
+FEW, LONGER = "few_images", "longer"
 ENDPOINTS = {BASE: "12 dense blocks", "layer dropout 12": "layer dropout"}  # of few images
 METRICS = ["fid", "kid", "precision", "recall", "label_accuracy"]
 
@@ -36,7 +38,10 @@ def add(runs: str, study: str, note: str = "") -> None:
     rows = [row_of(file) for file in sorted(Path(runs).glob("*/score*.json"))]
     for row in rows:
         row["arm"] += note
-    file, keys = HERE / f"{study}.csv", ["arm", "seed", "learning_rate", "draw", "guidance"]
+    file, keys = (
+        HERE / f"{study}.csv",
+        ["arm", "seed", "learning_rate", "steps", "draw", "guidance"],
+    )
     old = [pd.read_csv(file)] if file.exists() else []
     table = pd.concat([*old, pd.DataFrame(rows)]).drop_duplicates(keys, keep="last")
     table.to_csv(file, index=False, float_format="%.6g")
@@ -55,6 +60,7 @@ def row_of(score: Path) -> dict[str, Any]:
         "guidance": protocol["sampling"]["guidance_scale"],
         **{metric: values[metric] for metric in METRICS},
         "held_out_loss": values.get("held_out_loss"),
+        "range_worth": record.get("contributions", {}).get("loss_rises", [None])[-1],
         "code": start["code"].split()[-1][:7],
         "machine": f"{cpu}, {record.get('run', {}).get('device', '')}".rstrip(", "),
     }  # fmt: skip
@@ -70,12 +76,15 @@ def tables() -> dict[str, str]:
     """Return all tables."""
     own = {study: table(means_by_arm(study)) for study in STUDIES}
     learning = rates(pd.read_csv(HERE / "rates.csv"))
-    return {"answer": answer(), "rates": learning, **own, **few_images()}
+    return {"answer": answer(), "rates": learning, **own, **few_images(), **longer()}
 
 
-def means_by_arm(study: str) -> dict[str, pd.DataFrame]:
-    """Return each arm's unguided scores by seed, means over draws of samples."""
-    plain = pd.read_csv(HERE / f"{study}.csv").query("guidance == 1")
+def means_by_arm(study: str, where: str = "guidance == 1") -> dict[str, pd.DataFrame]:
+    """Return each arm's unguided scores by seed, means over draws of samples. `where` chooses other
+    scores; it may name `budget`, the steps over the arm's fewest."""
+    runs = pd.read_csv(HERE / f"{study}.csv")
+    runs["budget"] = runs.steps / runs.groupby("arm").steps.transform("min")
+    plain = runs.query(where)
     return {arm: of.groupby("seed")[METRICS].mean() for arm, of in plain.groupby("arm")}
 
 
@@ -131,14 +140,41 @@ def few_images() -> dict[str, str]:
 
     fid = by_arm["routed 12"].fid
     logs = [log_ratio(fid, by_arm[arm].fid, paired=True) for arm in ENDPOINTS]
-    ends = [
-        [f"routed over {name}", in_brackets(log), f"{p:.2g}"]
-        for name, log, p in zip(ENDPOINTS.values(), logs, corrected(logs), strict=True)
-    ]
-    return {
-        FEW: markdown(head, rows),
-        "endpoints": markdown("| endpoint | ratio of distances | p, corrected |", ends),
-    }
+    ends = endpoints(ENDPOINTS.values(), logs, map(p_value, logs))
+    return {FEW: markdown(head, rows), "endpoints": ends}
+
+
+def endpoints(others: Iterable[str], logs: Iterable[Interval], p_values: Iterable[float]) -> str:
+    """Return the table of log ratios of routed to other networks, with Holm's correction."""
+    found = zip(others, logs, corrected(p_values), strict=True)
+    return markdown(
+        "| endpoint | ratio of distances | p, corrected |",
+        ([f"routed over {name}", in_brackets(log), f"{p:.2g}"] for name, log, p in found),
+    )
+
+
+def longer() -> dict[str, str]:
+    """Return the tables of longer training: each arm's distances after one, two and four budgets,
+    and the endpoints at four, with Holm's correction."""
+    plain, guided = "guidance == 1 and budget == {}", "guidance != 1 and budget == 4"
+    by_budget = [means_by_arm(LONGER, plain.format(budget)) for budget in (1, 2, 4)]
+    last, by_guidance, rows = by_budget[-1], means_by_arm(LONGER, guided), []
+    for arm, own in by_budget[0].items():
+        name = re.sub(r"(\d+)", r"\1 blocks", arm, count=1)
+        cells = [middle(at[arm].fid) if arm in at else "" for at in (*by_budget, by_guidance)]
+        if arm not in last:
+            rows.append([name, len(own), *cells, "", ""])
+            continue
+        over = "1" if arm == BASE else in_brackets(ratio(last, arm)) + dissent(last, arm)
+        rows.append([name, len(own), *cells, over, f"{last[arm].label_accuracy.mean():.3f}"])
+    head = "| network | seeds | distance after 1 budget | 2 budgets | 4 budgets | 4, guided by 1.5 "
+    head += "| over that of 12 dense blocks, 4 budgets | label accuracy |"
+
+    routed, shallow = last["routed 12"].fid, last["dense 6"].fid
+    logs = [ratio(last, "routed 12"), log_ratio(routed, shallow, paired=False)]
+    welch = stats.ttest_ind(np.log(routed), np.log(shallow), equal_var=False)
+    ends = endpoints(["12 dense blocks", "6 dense blocks"], logs, [p_value(logs[0]), welch.pvalue])
+    return {LONGER: markdown(head, rows), "longer_endpoints": ends}
 
 
 def rates(scores: pd.DataFrame) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 from remake import read_records
-from tables import corrected, markdown
+from tables import corrected, markdown, p_value
 
 from tread_zoo.comparison.findings import (
     Setting,
@@ -85,7 +85,7 @@ def attention() -> str:
     _, ratios = ratios_to_dense([*settings.values()], ["fid", "kid"])
     left_out = ("tread, selection_rate [linear", "random_ltd, selection_rate 0.5", "dense")
     shown = {name: row[0] for name, row in ratios.items() if not name.startswith(left_out)}
-    values = corrected(ratio.log for ratio in shown.values())
+    values = corrected(p_value(ratio.log) for ratio in shown.values())
     texts = dict(ratio_table(["dit_tiny"], ratios, "fid")[1])
     return markdown(
         "| `dit_tiny`, Fashion-MNIST | seeds | Fréchet distance over that of the dense network "
