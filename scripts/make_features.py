@@ -1,14 +1,15 @@
 """Train a small classifier on labelled images; scores such as FID can then use its features.
 
-tread-zoo make-features data=npz data.path=fashion.npz data.pad_to=32 out=f.safetensors
-tread-zoo train experiment=fashion_mnist evaluation.extractor=f.safetensors
+tread-zoo make-features data=npz data.path=letters.npz data.pad_to=32 out=f.safetensors
+tread-zoo train data=npz data.path=letters.npz data.pad_to=32 evaluation.extractor=f.safetensors
 
 Use the classifier for images unlike those that Inception was trained on, or if Inception's weights
 are not available. Scores are comparable only if they used the same classifier: each record of
 scores names the classifier's file, with the hash of the weights.
 
-The shipped classifier of digits was trained by: out=digits.safetensors data=digits num_steps=1200
-batch_size=64 'layers=[[32,1,false],[64,1,true],[64,0,false]]'
+The shipped classifiers were trained by: out=digits.safetensors data=digits num_steps=1200
+batch_size=64 'layers=[[32,1,false],[64,1,true],[64,0,false]]' and by: out=fashion.safetensors
+data=fashion_mnist data.pad_to=32 num_steps=1000
 """
 
 import logging

@@ -153,9 +153,10 @@ class EvaluationConfig:
         num_images: number of samples to score.
         labels: labels of samples: `even`: image i has the label i mod num_classes; `random`: labels
             are drawn from the seed.
-        extractor: `digits-cnn-64`, `inception-v3-compat`, `dinov2-vit-l-14` (or s, b, g in place of
-            l), a file of tread-zoo make-features, or a .pt2 file of torch.export; `auto` is
-            `digits-cnn-64` for digits, else `inception-v3-compat`.
+        extractor: `digits-cnn-64`, `fashion-cnn-128`, `inception-v3-compat`, `dinov2-vit-l-14` (or
+            s, b, g in place of l), a file of tread-zoo make-features, or a .pt2 file of
+            torch.export; `auto` is the first for digits, the second for Fashion-MNIST at 32x32,
+            else `inception-v3-compat`.
         metrics: names of registered metrics; `auto` is fid, kid, precision and recall, as far as
             extractor, reference and number of images allow; `[]` makes and scores no samples.
             label_accuracy is added if the extractor knows the classes.

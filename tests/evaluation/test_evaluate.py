@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.published_files import write_fashion_mnist
 from tests.evaluation.tiny import METRICS, Tiny, random_images, write_npz
 from tests.processes import run_ranks
 from tread_zoo import create
@@ -172,10 +173,14 @@ def test_no_metrics_means_that_nothing_is_drawn_and_nothing_is_said(tiny):
     assert "23 images, features" in alone, "nothing was compared"
 
 
-def test_digits_choose_their_own_extractor(tiny):
-    evaluation = check_evaluation(tiny.options(extractor="auto", num_images=70), digits())
-    assert evaluation.extractor.name == "digits-cnn-64"
-    assert "label_accuracy" in [metric.name for metric in evaluation.metrics]
+def test_images_with_a_shipped_extractor_choose_it(tiny, tmp_path):
+    write_fashion_mnist(tmp_path)
+    clothes = create("data", "fashion_mnist", path=str(tmp_path), pad_to=32)
+    for data, name in ((digits(), "digits-cnn-64"), (clothes, "fashion-cnn-128")):
+        options = tiny.options(extractor="auto", num_images=129, metrics=["kid"])
+        evaluation = check_evaluation(options, data, num_classes=10)
+        assert evaluation.extractor.name == name
+        assert "label_accuracy" in [metric.name for metric in evaluation.metrics]
     # of other data its classes mean nothing
     other = check_evaluation(tiny.options(extractor="digits-cnn-64", metrics=["kid"]), tiny.data)
     assert "label_accuracy" not in [metric.name for metric in other.metrics]

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.data.published_files import FASHION_MNIST
 from tests.evaluation.tiny import random_images, write_npz
 from tests.scripts.test_command_line import call
 from tread_zoo.data import digits
+from tread_zoo.data.builtin import npz
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.features import (
     DIGITS_WEIGHTS,
@@ -53,6 +55,17 @@ def test_the_shipped_network_is_small_and_knows_digits():
     assert DIGITS_WEIGHTS.stat().st_size <= 300_000
     assert not any(parameter.requires_grad for parameter in network.parameters())
     assert (network(digits().train.images)["pooled"].std(dim=0) > 1e-3).all(), "a dead feature"
+
+
+def test_the_shipped_network_of_clothes_knows_them():
+    if not FASHION_MNIST.exists():
+        pytest.skip(f"{FASHION_MNIST} is absent")
+    held_out = npz(str(FASHION_MNIST), pad_to=32).held_out
+    images, labels = held_out.images[::5], held_out.labels[::5]
+    found = find_extractor("fashion-cnn-128").load(["logits", "pooled"], CPU)(images)
+    assert found["pooled"].shape == (2000, 128)
+    assert (found["logits"].argmax(1) == labels).double().mean() > 0.8
+    assert (found["pooled"].std(dim=0) > 1e-3).all(), "a dead feature"
 
 
 def test_what_was_saved_is_loaded(tmp_path):

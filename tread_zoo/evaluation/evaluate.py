@@ -19,7 +19,7 @@ from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective, SamplingOptions, generate
 from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation.contribution import data_contributions, describe_contributions, ranges_of
-from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
+from tread_zoo.evaluation.features import DIGITS, FASHION, INCEPTION, SHIPPED, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.evaluation.images import Images, open_images, part_images, pixel_shape
 from tread_zoo.evaluation.metrics import build_metrics
@@ -29,6 +29,8 @@ from tread_zoo.routing import Method
 from tread_zoo.routing.methods.none import NO_ROUTING
 
 UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
+# the shipped classifier of some data
+_OWN = {("digits", (8, 8)): DIGITS, ("fashion_mnist", (32, 32)): FASHION}
 _NO_DECODER = "latents are not images: name their autoencoder with data.vae=…"
 
 
@@ -174,18 +176,17 @@ def make_evaluation(
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
     reference = _open_reference(options, data, device)
     metrics, not_scored, extractor = build_metrics(options.metrics), "", None
-    is_digits = data is not None and data.name == "digits"
-    name = options.extractor
+    name, own = options.extractor, data and _OWN.get((data.name, data.image_size))
     if name == "auto":
-        name = DIGITS if is_digits else INCEPTION
+        name = own or INCEPTION
     try:
         extractor = find_extractor(name, options.inception_weights, options.dinov2_weights)
     except ValueError as error:
         if options.extractor != "auto":
             raise
         metrics, not_scored = (), str(error) if metrics else ""
-    # the digits extractor knows only the classes of digits
-    known = extractor.num_classes if extractor and (name != DIGITS or is_digits) else 0
+    # a shipped classifier knows only the classes of its own images
+    known = extractor.num_classes if extractor and (name == own or name not in SHIPPED) else 0
     names = [metric.name for metric in metrics]
     if names and 0 < num_classes <= known and "label_accuracy" not in names:
         metrics = (*build_metrics(["label_accuracy"]), *metrics)

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from tread_zoo.data.files import atomic_file, checksum
 from tread_zoo.errors import unknown_name
 
-DIGITS = "digits-cnn-64"
+DIGITS, FASHION = "digits-cnn-64", "fashion-cnn-128"
 DIGITS_WEIGHTS = Path(__file__).parent / "weights" / "digits_cnn.safetensors"
+SHIPPED = {DIGITS: DIGITS_WEIGHTS, FASHION: DIGITS_WEIGHTS.with_name("fashion_cnn.safetensors")}
 INCEPTION = "inception-v3-compat"
 INCEPTION_URL = (
     "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
@@ -44,7 +45,7 @@ DINOV2 = {  # name -> the name in the authors' code, D; arXiv 2306.04675 uses th
     "dinov2-vit-l-14": ("dinov2_vitl14", 1024),
     "dinov2-vit-g-14": ("dinov2_vitg14", 1536),
 }
-EXTRACTORS = (DIGITS, INCEPTION, *DINOV2)
+EXTRACTORS = (*SHIPPED, INCEPTION, *DINOV2)
 EXPORTED = ".pt2"
 _SPATIAL_CHANNELS = 7
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of ImageNet's pixels
@@ -127,10 +128,10 @@ def find_extractor(
         exported, shape = _load_exported(file, torch.device("cpu"))
         named = exported(torch.zeros(2, *shape, dtype=torch.uint8))
         return Extractor(name, file, {k: v.shape[1] for k, v in named.items()}, "none", shape)
-    if name != DIGITS and not name.endswith(".safetensors"):
+    if name not in SHIPPED and not name.endswith(".safetensors"):
         known = (*EXTRACTORS, "auto", "….safetensors", f"…{EXPORTED}")
         raise unknown_name("evaluation.extractor", name, known)
-    file = DIGITS_WEIGHTS if name == DIGITS else Path(name).expanduser()
+    file = SHIPPED.get(name) or Path(name).expanduser()
     classifier = load_features(file)
     sizes = {"pooled": classifier.num_features, "logits": classifier.num_classes}
     return Extractor(name, file, sizes, "none", classifier.shape, classifier.num_classes)
@@ -180,7 +181,7 @@ class ClassifierFeatures(nn.Module):
         return {"pooled": pooled, "logits": self.classify(pooled), "feature_map": x}
 
 
-# Sizes for the shipped file, which stores none. tread-zoo make-features makes that file.
+# Sizes for the file of digits, which stores none.
 _DIGITS_LAYERS = ((32, 1, False), (64, 1, True), (64, 0, False))
 _DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DIGITS_LAYERS}
 
