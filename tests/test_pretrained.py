@@ -121,7 +121,8 @@ def test_each_architecture_has_a_committed_network(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {name.removesuffix("_tiny") for name in SMALL} - {"sit"}
     shipped = list_backbones(pretrained=True)
-    assert {"dit_fashion_mnist", *names} == {*shipped, "kda", "linear_dit"}
+    of_clothes = {f"dit{kind}_fashion_mnist" for kind in ("", "_dense", "_6_blocks")}
+    assert of_clothes | names == {*shipped, "kda", "linear_dit"}
     assert names < {*shipped, *(folder.name for folder in MORE)}
     assert list_backbones("mamba*", pretrained=True) == ["mamba", "mamba2"]
     assert load_pretrained("dit").name == "dit_tiny"
