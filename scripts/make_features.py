@@ -1,7 +1,7 @@
 """Train a small classifier on labelled images; scores such as FID can then use its features.
 
 tread-zoo make-features data=npz data.path=letters.npz data.pad_to=32 out=f.safetensors
-tread-zoo train data=npz data.path=letters.npz data.pad_to=32 evaluation.extractor=f.safetensors
+tread-zoo evaluate checkpoint=runs/letters evaluation.extractor=f.safetensors
 
 Use the classifier for images unlike those that Inception was trained on, or if Inception's weights
 are not available. Scores are comparable only if they used the same classifier: each record of

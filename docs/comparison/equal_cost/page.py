@@ -38,10 +38,8 @@ def add(runs: str, study: str, note: str = "") -> None:
     rows = [row_of(file) for file in sorted(Path(runs).glob("*/score*.json"))]
     for row in rows:
         row["arm"] += note
-    file, keys = (
-        HERE / f"{study}.csv",
-        ["arm", "seed", "learning_rate", "steps", "draw", "guidance"],
-    )
+    file = HERE / f"{study}.csv"
+    keys = ["arm", "seed", "learning_rate", "steps", "draw", "guidance"]
     old = [pd.read_csv(file)] if file.exists() else []
     table = pd.concat([*old, pd.DataFrame(rows)]).drop_duplicates(keys, keep="last")
     table.to_csv(file, index=False, float_format="%.6g")
@@ -161,10 +159,7 @@ def longer() -> dict[str, str]:
     last, by_guidance, rows = by_budget[-1], means_by_arm(LONGER, guided), []
     for arm, own in by_budget[0].items():
         name = re.sub(r"(\d+)", r"\1 blocks", arm, count=1)
-        cells = [middle(at[arm].fid) if arm in at else "" for at in (*by_budget, by_guidance)]
-        if arm not in last:
-            rows.append([name, len(own), *cells, "", ""])
-            continue
+        cells = [middle(at[arm].fid) for at in (*by_budget, by_guidance)]
         over = "1" if arm == BASE else in_brackets(ratio(last, arm)) + dissent(last, arm)
         rows.append([name, len(own), *cells, over, f"{last[arm].label_accuracy.mean():.3f}"])
     head = "| network | seeds | distance after 1 budget | 2 budgets | 4 budgets | 4, guided by 1.5 "
