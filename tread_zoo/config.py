@@ -360,7 +360,8 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     if training.num_flops and training.num_steps != "auto":
         raise ValueError(
             f"training.num_flops={training.num_flops:g} sets the number of steps, and training."
-            f"num_steps={training.num_steps} is another: leave one of them out."
+            f"num_steps={training.num_steps} is another: leave one of them out, or, with an "
+            "experiment, set training.num_steps=auto."
         )
     if training.num_flops:  # `train` sets the steps: that needs the network
         training = dataclasses.replace(training, num_steps=STEPS_TO_COUNT)

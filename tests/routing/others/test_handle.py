@@ -265,6 +265,14 @@ def test_kept_tokens_stay():
     network(tokens())
 
 
+@pytest.mark.parametrize("options", [{"selector": "norm"}, {"method": "token_merging"}])
+def test_tokens_chosen_by_their_states_are_not_said_to_stay(options):
+    network, routes = routed(**options)
+    network(tokens())
+    with pytest.raises(ValueError, match="by their states"):
+        routes.bypassed()
+
+
 # The network
 
 

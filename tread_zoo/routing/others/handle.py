@@ -93,9 +93,19 @@ class Routes:
 
     def bypassed(self) -> Tensor:
         """Return bool [B, N], True for tokens that a `Select` dropped in the last routed pass, for
-        losses that ignore them. Other crossings are not counted."""
+        losses that ignore them. Other crossings are not counted.
+
+        Raises:
+            RuntimeError: no pass was routed yet.
+            ValueError: the method or the selector chooses tokens by their states, in the pass.
+        """
         if self.stack is None:
             raise RuntimeError("no pass was routed yet.")
+        if self.method.chooses_by_state(self.stack):
+            raise ValueError(
+                f"method={self.method.name} chooses tokens by their states, so it is unknown which "
+                "bypassed: use a choice that is made before the pass, such as selector=random."
+            )
         selects = [each for each in self.drawn if hasattr(each, "ids")]
         return bypassed_tokens(selects, self.batch, self.stack.num_tokens, self.device)
 
