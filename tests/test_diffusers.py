@@ -84,8 +84,12 @@ def test_a_run_is_a_pipeline(tmp_path):
     other = TreadZooPipeline(load_backbone(find_checkpoint(run)), sampler=pipe.config.sampler)
     assert pipe.config.sampler["num_steps"] == 2
     assert torch.equal(other(**given, generator=seeded()).images, images)
-    routed = train_small(tmp_path / "routed", "sampler.selection_rate=0.5")
-    assert TreadZooPipeline.from_checkpoint(str(routed))(**given).images.shape == (1, 1, 8, 8)
+    for option in ("sampler.selection_rate=0.5", "guidance=sparse"):
+        routed = str(train_small(tmp_path / option, option))
+        assert TreadZooPipeline.from_checkpoint(routed)(**given).images.shape == (1, 1, 8, 8)
+    undropped = str(train_small(tmp_path / "undropped", "training.label_dropout=0"))
+    with pytest.raises(ValueError, match="label_dropout=0"):
+        TreadZooPipeline.from_checkpoint(undropped)(**given, guidance_scale=2.0)
 
 
 def test_pictures_guidance_and_half_precision():

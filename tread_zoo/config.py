@@ -423,7 +423,8 @@ def _auto_run_dir(config: RunConfig) -> str:
             choices[kind] = part["name"]
         choices |= {f"{kind}.{k}": required[k] for k in sorted(required)}
     steps = config.training.num_steps
-    if steps != get_entry("data", config.data["name"]).metadata.get("num_steps"):
+    usual_steps = get_entry("data", config.data["name"]).metadata.get("num_steps")
+    if steps != usual_steps and not config.training.num_flops:
         choices["training.num_steps"] = steps
     usual = make_config(
         **parts, training={"num_steps": steps}, seed=config.seed, run_dir=".",

@@ -68,12 +68,14 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         backbone: a trained network.
         vae: the autoencoder of latents, see `tread_zoo.data.vae.CLASSES`; None for pixels.
         objective, sampler, guidance: names, or mappings with `name` and options.
-        routing: the routing method of the training, for samplers with a `selection_rate`; None:
+        routing: the routing method of the training, for samplers and guidances that route; None:
             tread with its defaults.
         latent_shift, latent_scale: C numbers each; for latents z the network gets
             (z - shift) * scale. None takes the autoencoder's.
         class_names: names of the labels 0, 1, …
         text_encoder, tokenizer: of transformers, for prompts, see `tread_zoo.data.text.CLASSES`.
+        label_dropout: fraction of labels or contexts that training dropped; 0 excludes guidance
+            away from no label.
     """
 
     _optional_components = ["vae", "text_encoder", "tokenizer"]  # noqa: RUF012
@@ -91,6 +93,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         class_names: Sequence[str] | None = None,
         text_encoder: nn.Module | None = None,
         tokenizer: Any = None,
+        label_dropout: float = 0.1,
     ) -> None:
         super().__init__()
         if isinstance(backbone, Backbone):
@@ -100,7 +103,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.register_to_config(
             objective=complete("objective", objective), sampler=complete_sampler(sampler),
             guidance=complete("guidance", guidance), routing=routing, class_names=class_names,
-            latent_shift=latent_shift, latent_scale=latent_scale,
+            latent_shift=latent_shift, latent_scale=latent_scale, label_dropout=label_dropout,
         )  # fmt: skip
 
     @classmethod
@@ -125,6 +128,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         codec = run.codec(vae)
         kinds = ("objective", "sampler", "guidance", "routing")  # an imported one has no routing
         parts = {kind: run.config[kind] for kind in kinds if kind in run.config}
+        training = run.config.get("training", {})  # the usual values for an imported network
+        parts["label_dropout"] = training.get("label_dropout", 0.1)
         if isinstance(codec, LatentCodec):
             parts |= {"latent_shift": codec.shift, "latent_scale": codec.scale}
             parts["vae"] = codec.autoencoder.network if codec.has_pixels else None
@@ -161,8 +166,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             return_dict: False returns (images,).
 
         Raises:
-            ValueError: a wrong label, no encoder for prompts, or no autoencoder for images of
-                latents.
+            ValueError: an unknown class name, no encoder for prompts, no autoencoder for images of
+                latents, or a guidance that training did not prepare.
         """
         labels = contexts if prompt is None else self._encode(prompt, num_images)
         if class_labels is not None:
@@ -177,8 +182,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             name = "cfg" if guidance["name"] == "none" else guidance["name"]
             guidance |= {"name": name, "scale": guidance_scale}
         sampling, network = build_sampling(sampler, guidance), self.backbone.network
-        if sampling.selection_rate:
-            sampling = replace(sampling, trained=create("routing", self.config.routing or "tread"))
+        sampling = replace(sampling, trained=create("routing", self.config.routing or "tread"))
+        sampling.check_training(network, self.config.label_dropout)
         x = generate(
             network, create("objective", self.config.objective), sampling,
             indices=range(count), labels=labels,

@@ -28,6 +28,7 @@ def write_run(
     device="a CPU",
     worth=None,
     real=None,
+    flops=None,
     **settings,
 ):
     """Write a run whose held-out loss falls like 1 / step to `final`, and return its folder.
@@ -36,6 +37,7 @@ def write_run(
         values: further scores at the end; before, they change in proportion to the loss.
         worth: the contribution of each block, and last that of the range [1, 3).
         protocol, held_out: entries that replace the common ones.
+        flops: FLOPs per image; None: those of `FLOPS`.
         settings: groups that replace the defaults.
     """
     (folder / "samples").mkdir(parents=True)
@@ -45,12 +47,13 @@ def write_run(
         backbone=backbone, routing=routing, seed=seed, training=training, run_dir=str(folder),
         **settings,
     ).as_dict()  # fmt: skip
+    flops = flops or FLOPS.get(routing["name"], FLOPS["tread"])
     facts = {
         "data": {"num_images": 1438, "image_size": [8, 8], "num_classes": 10},
         "num_parameters": 900_000 + 10 * len(str(backbone)),
         "flops_dense": FLOPS["none"],
-        "flops_routed": FLOPS.get(routing["name"], FLOPS["tread"]),
-        "flops_by_stage": [[steps, FLOPS.get(routing["name"], FLOPS["tread"])]],
+        "flops_routed": flops,
+        "flops_by_stage": [[steps, flops]],
         "num_steps": steps,
         "images_per_step": config["training"]["batch_size"],
     }

@@ -1,6 +1,7 @@
 """What a report says follows from the numbers, and its page opens."""
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -412,16 +413,25 @@ def test_what_blocks_are_worth_has_a_strip_for_each_setting(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_routed_setting_is_compared_with_the_blocks_outside_its_route_alone(tmp_path):
-    for name, routing, depth, final in (
-        ("dense", "none", 12, 0.40), ("routed", "tread", 12, 0.44), ("shallow", "none", 6, 0.43),
+@pytest.mark.parametrize(
+    ("budgets", "steps", "equal"), [(1, (100, 100, 100), STEPS), (2, (140, 200, 280), FLOPS)]
+)
+def test_a_routed_setting_is_compared_with_the_blocks_outside_its_route_alone(
+    tmp_path, budgets, steps, equal
+):
+    """At equal FLOPs, too, where numbers of steps and of warm-up steps differ."""
+    for (name, routing, depth, final, flops), n in zip(
+        (("dense", "none", 12, 0.40, 1000), ("routed", "tread", 12, 0.44, 700),
+         ("shallow", "none", 6, 0.43, 500)), steps, strict=True,
     ):  # fmt: skip
-        for seed in range(3):
+        for seed, budget in itertools.product(range(3), range(1, budgets + 1)):
             write_run(
-                tmp_path / "runs" / f"{name}_{seed}", routing=routing, seed=seed,
-                final=final + seed / 1000, backbone={"name": "dit_tiny", "depth": depth},
+                tmp_path / "runs" / f"{name}_{seed}_{budget}", routing=routing, seed=seed,
+                final=final / budget + seed / 1000, backbone={"name": "dit_tiny", "depth": depth},
+                steps=n * budget, flops=flops,
             )  # fmt: skip
     rows = overview(report(tmp_path))
-    assert rows["dit_tiny", "routed"][STEPS] == "+0.04 [+0.04, +0.04] behind"
-    assert rows["dit_tiny", "routed − depth 6"][STEPS] == "+0.01 [+0.01, +0.01] behind"
-    assert ("dit_tiny", "depth 6") in rows
+    name = "dit_tiny" if budgets == 1 else "tread, num_flops 8.96e+06"
+    assert rows[name, "routed"][equal] == "+0.04 [+0.04, +0.04] behind"
+    assert rows[name, "routed − depth 6"][equal] == "+0.01 [+0.01, +0.01] behind"
+    assert (name, "depth 6") in rows

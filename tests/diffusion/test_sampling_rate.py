@@ -90,6 +90,15 @@ def test_what_training_did_not_show_is_refused(network, guidance, routing):
         options_of(0.5, guidance, routing).check(network, FlowMatching())
 
 
+def test_a_rate_that_the_method_cannot_sample_at_is_refused_before_training(network):
+    options = replace(options_of(0.9, routing="none"), routing="token_merging")
+    with pytest.raises(ValueError, match=r"at most 0\.75"):
+        options.check(network, FlowMatching())
+    guidance = {"name": "sparse", "routing": "token_merging", "weak_rate": ["linear", 0.1, 0.9]}
+    with pytest.raises(ValueError, match=r"at most 0\.75"):
+        options_of(0.0, guidance, routing="none").check_training(network, 0.1)
+
+
 def test_a_network_that_was_trained_without_routes_may_merge_tokens(network):
     options = options_of(0.5, routing="none")
     merged = draw(network, replace(options, routing={"name": "token_merging"}))

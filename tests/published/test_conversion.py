@@ -258,6 +258,7 @@ def test_what_a_project_does_not_have_is_not_exported(tmp_path, name, format, wo
     [
         ("sit", '"prediction": "velocity"', '"prediction": "x"', "objective.prediction=velocity"),
         ("lightning_dit", '"window": null', '"window": 2', "backbone.window=None"),
+        ("zigma", '"serpentine8"', '"hilbert"', "backbone.scan_order=serpentine8"),
     ],
 )
 def test_a_network_that_computes_something_else_is_not_exported(tmp_path, name, own, other, word):

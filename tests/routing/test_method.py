@@ -115,6 +115,7 @@ def test_draws_of_sampling_are_those_of_image_and_evaluation():
         ("tread", {"routes": [{"begin": 1}]}),
         ("tread", {"routes": [{"start": 2, "end": 6}, {"start": 5, "end": 8}]}),
         ("maskdit", {"selector": "norm"}),
+        ("maskdit", {"selector": "norm", "selection_rate": ["linear", 0, 0.5]}),
         ("maskdit", {"reconstruction_weight": -1}),
         ("token_merging", {"rate": 0.9}),
         ("tread", {"selector": {"name": "blocks", "size": 7}}),
@@ -123,6 +124,11 @@ def test_draws_of_sampling_are_those_of_image_and_evaluation():
 def test_what_cannot_work_is_refused(method, options):
     with pytest.raises(ValueError):
         create("routing", method, **options).check(stack())
+
+
+def test_a_rate_that_begins_at_0_has_the_range_of_its_later_steps():
+    method = create("routing", "tread", start=3, end=7, selection_rate=["linear", 0, 0.5])
+    assert method.ranges(stack()) == [(3, 7)]
 
 
 @pytest.mark.parametrize(

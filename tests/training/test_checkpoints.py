@@ -49,6 +49,8 @@ def test_the_newest_are_kept_and_copies_are_the_user_s(tmp_path):
     delete_later_checkpoints(tmp_path, 3)
     assert find_checkpoint(tmp_path).step == 3
     assert [find_checkpoint(copy).step for copy in copies] == [1, 1]
+    save(tmp_path / "step_study", 7)
+    assert find_checkpoint(tmp_path / "step_study").step == 7
 
 
 @pytest.mark.parametrize(

@@ -395,18 +395,25 @@ def test_an_item_that_cannot_be_read_is_listed_and_logged_once(run, tmp_path, ca
         run("other", *data, *every, "training.max_corrupt_share=0")
 
 
+def test_blocks_to_measure_that_the_network_lacks_are_refused_at_the_start(run):
+    with pytest.raises(ValueError, match=r"block_ranges has \[2, 80\].* give 0 <= start"):
+        run("run", "evaluation.block_ranges=[[2,80]]")
+
+
 @pytest.mark.slow
-def test_a_budget_of_flops_sets_the_steps(tmp_path):
+def test_a_budget_of_flops_sets_the_steps(tmp_path, monkeypatch):
     """Routing gets more steps for it; a resume with a larger one goes on."""
     budget, facts = 1e8, {}
     for name, routing in {"dense": "none", "routed": "tread"}.items():
         given = fields_of(*(word for word in SMALL if "num_steps=6" not in word))
-        given["training"] |= {"num_flops": budget}
+        given["training"] |= {"num_flops": budget, "activation_checkpointing": 1}
         train_quickly(**given, routing=routing, run_dir=str(tmp_path / name))
         facts[name] = json.loads((tmp_path / name / "facts.json").read_text())
         per_step = facts[name]["images_per_step"] * facts[name]["flops_routed"]
         assert abs(facts[name]["num_steps"] - budget / per_step) <= 0.5
     assert facts["routed"]["num_steps"] > facts["dense"]["num_steps"]
+    monkeypatch.chdir(tmp_path)
+    assert train_quickly(**given) == train_quickly(**given, resume="latest")  # a folder by name
     run = tmp_path / "dense"
     train_quickly(resume="latest", run_dir=str(run), training={"num_flops": 1.5 * budget})
     assert find_checkpoint(run).step == round(1.5 * budget / 8 / facts["dense"]["flops_dense"])

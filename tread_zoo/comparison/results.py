@@ -19,15 +19,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from tread_zoo.config import bookkeeping_fields, flatten
+from tread_zoo.config import auto_warmup_steps, bookkeeping_fields, flatten
 from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.runs.old_routing import with_new_names
 from tread_zoo.training.trackers import read_lines
 
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 FORMULA = re.compile(r"'*[=+\-@\t\r]")  # starts of spreadsheet formulas; `'` marks text
+STEPS, NUM_FLOPS = "training.num_steps", "training.num_flops"
+WARMUP = "lr_schedule.warmup_steps"
 NAMED = ("backbone", "routing", "data")  # columns of every table, even if all runs agree
 
 
@@ -70,6 +73,7 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
         for path, values, file in zip(paths, settings, files, strict=True)
     ]
     table = pd.DataFrame(rows)
+    fields = _name_budgets(table, settings, fields)
     scores = list(table.columns[table.columns.get_loc("samples") + 1 :])
     table.attrs["settings"] = fields
     special = ("real_", "contribution_")
@@ -158,6 +162,34 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         if field not in NAMED and not ignored & {field, field.partition(".")[0]}
         if any(len(texts) > 1 for texts in by_part.values())
     ]
+
+
+def _name_budgets(
+    table: pd.DataFrame, settings: Sequence[Mapping[str, Any]], fields: list[str]
+) -> list[str]:
+    """Return `fields` without the number of steps if budgets of FLOPs explain it: if the runs have
+    fewer different budgets, equal up to half a step of each, than numbers of steps. Several
+    budgets become the setting, and a column, `training.num_flops`. `table` has a row for each
+    run."""
+    steps = [int(run[STEPS]) for run in settings]
+    facts = [_read(Path(folder) / "facts.json") for folder in table.folder]
+    planned = list(map(flops_until, steps, facts))
+    budgets, first = [math.nan] * len(steps), -1
+    for i in np.argsort(planned):
+        half_steps = (table.flops_per_step[i] + table.flops_per_step[max(first, 0)]) / 2
+        if first < 0 or not planned[i] - planned[first] <= half_steps:
+            first = i
+        budgets[i] = float(f"{planned[first]:.3g}")
+    if len(set(budgets)) >= len(set(steps)):
+        return fields
+    follow = {STEPS}
+    if [run.get(WARMUP) for run in settings] == list(map(auto_warmup_steps, steps)):
+        follow.add(WARMUP)
+    fields = [field for field in fields if field not in follow]
+    if len(set(budgets)) > 1:
+        table.insert(table.columns.get_loc("seed"), NUM_FLOPS, budgets)
+        fields.append(NUM_FLOPS)
+    return fields
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -121,6 +121,7 @@ Scale = (
 _OFF = {
     "scale": 1.0, "drop_label": False, "weak_rate": 0.0, "drop_path": False, "strong_rate": 0.0,
 }  # fmt: skip
+_FRACTIONS = np.linspace(0, 1, 101).tolist()  # of sampling, where rates are checked
 
 
 def _value(option: Any, done: float, off: float) -> Any:
@@ -141,6 +142,11 @@ def _value(option: Any, done: float, off: float) -> Any:
     first, last = numbers
     place = (1 - math.cos(math.pi * done)) / 2 if shape == "cosine" else done
     return last if done == 1 else first + (last - first) * place
+
+
+def _highest(rate: Any) -> float:
+    """Return the highest value of a rate, which may change during sampling."""
+    return max(float(_value(rate, done, 0.0)) for done in _FRACTIONS)
 
 
 # The kinds ----------------------------------------------------------------------------------------
@@ -176,10 +182,10 @@ class _Options:
             )
         gaps = [
             weak_rate - strong_rate
-            for _, label, weak_rate, path, strong_rate in map(self._at, np.linspace(0, 1, 101))
+            for _, label, weak_rate, path, strong_rate in map(self._at, _FRACTIONS)
             if not (label or path or self.weak_checkpoint)
         ]
-        if min(gaps, default=0) < 0 or (len(gaps) == 101 and max(gaps) == 0):
+        if min(gaps, default=0) < 0 or (len(gaps) == len(_FRACTIONS) and max(gaps) == 0):
             raise ValueError(
                 f"guidance.strong_rate={self.strong_rate} must be below "
                 f"guidance.weak_rate={self.weak_rate}, the fractions of tokens that bypass, unless "
@@ -222,9 +228,10 @@ class _Options:
                 "training.label_dropout=0 never shows the network: train with "
                 "training.label_dropout=0.1, or use guidance=none, sparse or auto."
             )
-        if self.strong_rate != 0 or (guided and self.weak_rate != 0):
+        rate = max(_highest(self.strong_rate), _highest(self.weak_rate) if guided else 0)
+        if rate > 0:
             try:
-                sampled_method(self.routing, routing, stack)
+                sampled_method(self.routing, routing, stack, rate)
             except ValueError as error:
                 raise ValueError(
                     f"this guidance lets tokens bypass blocks, but {error} guidance=cfg, interval "
@@ -283,13 +290,16 @@ class _Options:
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
         try:
-            method = sampled_method(self.routing, batch.routing, Stack.of(batch.backbone))
+            stack = Stack.of(batch.backbone)
+            method = sampled_method(self.routing, batch.routing, stack, _highest(rate))
         except ValueError as error:
             raise ValueError(f"guidance.routing: {error}") from error
         return lambda evaluation, rate: batch.sample_routes(method, rate, evaluation)
 
 
-def sampled_method(part: str | dict[str, Any], trained: Method, stack: Stack) -> Method:
+def sampled_method(
+    part: str | dict[str, Any], trained: Method, stack: Stack, rate: float
+) -> Method:
     """Return the routing method that lets tokens bypass blocks in sampling.
 
     Args:
@@ -297,15 +307,16 @@ def sampled_method(part: str | dict[str, Any], trained: Method, stack: Stack) ->
             method of training.
         trained: the method of training.
         stack: the network's blocks, as a routing method sees them.
+        rate: the highest fraction of tokens that is to bypass blocks.
 
     Raises:
-        ValueError: training did not prepare the network for the method.
+        ValueError: training did not prepare the network for the method, or the rate is too high.
     """
     method: Method = trained if part == "auto" else create("routing", part)
     images = make_image_generator("check", images=[0])
     if not method.for_any:
-        trained.sample(stack, images, 0.5)
-    method.sample(stack, images, 0.5)
+        trained.sample(stack, images, rate)
+    method.sample(stack, images, rate)
     return method
 
 

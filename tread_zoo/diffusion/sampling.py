@@ -79,7 +79,7 @@ class SamplingOptions:
         """Raise `ValueError` if tokens cannot bypass blocks in sampling: training did not prepare
         the network for the routing method, or the guidance has rates of its own."""
         try:
-            sampled_method(self.routing, self.trained, Stack.of(backbone))
+            sampled_method(self.routing, self.trained, Stack.of(backbone), self.selection_rate)
             reason = ""
         except ValueError as error:
             reason = str(error).rstrip(".")
@@ -238,10 +238,9 @@ def generate(
             mean_slope=getattr(options.sampler, "uses_mean_slope", False),
         )  # fmt: skip
         if options.selection_rate:
-            method = sampled_method(options.routing, options.trained, Stack.of(backbone))
-            batch = replace(
-                batch, draw_routes=partial(batch.sample_routes, method, options.selection_rate)
-            )
+            rate = options.selection_rate
+            method = sampled_method(options.routing, options.trained, Stack.of(backbone), rate)
+            batch = replace(batch, draw_routes=partial(batch.sample_routes, method, rate))
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)

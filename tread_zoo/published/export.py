@@ -58,10 +58,14 @@ def _convert_back(
             f"backbone={backbone.name} is not in {form.project}: format={format} needs "
             f"backbone={form.backbone}."
         )
+    usual = get_entry("backbone", f"{form.backbone}_tiny").defaults()
     expected = {
         "backbone.time_scale": (config.get("time_scale"), form.time_scale),
         "backbone.reversed_time": (config.get("reversed_time", False), form.reversed_time),
-        "backbone.window": (config.get("window"), None),  # tensors do not show it
+        **{  # tensors do not show these
+            f"backbone.{option}": (config.get(option), usual.get(option))
+            for option in ("window", "scan_order")
+        },
         "objective": (trained["name"], needed["name"]),
         **{
             f"objective.{option}": (trained.get(option), needed.get(option))

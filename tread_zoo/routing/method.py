@@ -276,7 +276,7 @@ class Method:
 
     def check(self, stack: Stack) -> None:
         """Raise `ValueError` if the method's options do not fit the network."""
-        self._typical_outcomes(stack)
+        list(self.variants(stack, TYPICAL_STEPS))  # raises if a step cannot be routed
         usual = range(stack.num_blocks)[slice(*stack.default_range)]
         ends = getattr(self, "start", None), getattr(self, "end", None)
         if ends == ("auto", "auto") and stack.span() != (usual.start, usual.stop):
@@ -382,19 +382,14 @@ class Method:
     def ranges(self, stack: Stack) -> list[tuple[int, int]]:
         """Return the ranges of blocks, (start, end), that see fewer tokens or do not run in a
         routed step; ranges that touch are joined."""
-        outcomes = self._typical_outcomes(stack)
-        return _join((c.start, c.end) for _, crossings in outcomes for c in crossings)
+        variants = self.variants(stack, TYPICAL_STEPS)
+        return _join((c.start, c.end) for *_, crossings in variants for c in crossings)
 
     def chooses_by_state(self, stack: Stack) -> bool:
         """Return whether the method chooses tokens inside the network, by their activations."""
-        outcomes = self._typical_outcomes(stack)
-        ranked = any(isinstance(c, Ranked) for _, crossings in outcomes for c in crossings)
+        variants = self.variants(stack, TYPICAL_STEPS)
+        ranked = any(isinstance(c, Ranked) for *_, crossings in variants for c in crossings)
         return ranked or not self.drawn
-
-    def _typical_outcomes(self, stack: Stack) -> Sequence[tuple[float, Crossings]]:
-        """Return the `outcomes` of the first routed step in a run of typical length."""
-        first = Step(self.routed_steps(TYPICAL_STEPS).start, TYPICAL_STEPS, seed=0)
-        return self.outcomes(stack, counted_images(), first)
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ import errno
 import itertools
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
                 "with load_pretrained, or push the run with tread-zoo push."
             )
         return Checkpoint(path, metadata)
-    if (path / META_NAME).exists() or path.name.startswith("step_"):
+    if (path / META_NAME).exists() or re.fullmatch(r"step_\d+", path.name):
         return Checkpoint(path, read_metadata(path))
     folders = _folders(path / "checkpoints") or _folders(path)
     if not folders:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -123,14 +122,12 @@ class Log:
             "num_processes": accelerator.num_processes, "torch": torch.__version__,
         }  # fmt: skip
         used_ops.clear()  # counting FLOPs records this backbone's operations
-        network = copy(state.whole)
-        network.checkpoint_blocks = 0  # recomputation is not counted
-        self.stages = step_flops(network)
+        self.stages = step_flops(state.whole)
         self.next_page = 0.0
         self.facts: dict[str, Any] = {
             "data": setup.data_metadata,
             "num_parameters": sum(p.numel() for p in state.whole.parameters()),
-            "flops_dense": mean_flops(step_flops(network, NO_ROUTING)),
+            "flops_dense": mean_flops(step_flops(state.whole, NO_ROUTING)),
             "flops_routed": mean_flops(self.stages),
             "flops_by_stage": [[steps.stop, each] for steps, each in self.stages],
             "num_steps": setup.num_steps,

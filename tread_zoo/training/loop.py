@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,8 @@ def train(**fields: Unpack[RunFields]) -> Path:
     prepare_process_group(device)
     if config.training.num_flops:
         training = replace(config.training, num_steps=affordable_steps(config), num_flops=None)
-        config, checkpoint = resolve_run({**settings, "training": training})
+        settings = {**settings, "training": training, "run_dir": config.run_dir}
+        config, checkpoint = resolve_run(settings)
     set_forms(config.kernels)
     precision = resolve_precision(config.training.precision, device)
     set_float32_products(device, precision)
@@ -439,6 +441,8 @@ def step_flops(
         network: the network whose passes are counted.
         routing: the routing method; None: the run's.
     """
+    network = copy(network)
+    network.checkpoint_blocks = 0  # recomputation is not counted
     stages, stop = [], setup.aligned_steps
     for aligned, part in ((True, range(stop)), (False, range(stop, setup.num_steps))):
         for steps, flops in stage_flops(

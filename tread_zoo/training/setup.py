@@ -142,6 +142,12 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
     not_scored = check_evaluation(config.evaluation, data).not_scored
     backbone = _build_backbone(config, data)
     routing = _add_routing(config, backbone)
+    for start, end in config.evaluation.block_ranges:
+        if not 0 <= start < end <= backbone.num_blocks:
+            raise ValueError(
+                f"evaluation.block_ranges has [{start}, {end}], which is no range of the network's "
+                f"{backbone.num_blocks} blocks: give 0 <= start < end <= {backbone.num_blocks}."
+            )
     initial = "" if source is None else load_source(source, config, backbone)
     sampling = replace(sampling, trained=routing)
     sampling.check(backbone, objective)

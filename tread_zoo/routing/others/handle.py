@@ -22,7 +22,7 @@ from tread_zoo.routing.method import Crossings, Method, Stack, Step
 from tread_zoo.routing.others.calls import Call, RoutedPass
 from tread_zoo.routing.others.check import Verdict
 from tread_zoo.routing.others.families import FAMILIES, REFUSED, Arguments, Family
-from tread_zoo.routing.select import Select, Skip, bypassed_tokens
+from tread_zoo.routing.select import Ranked, Select, Skip, bypassed_tokens
 from tread_zoo.seeding import make_image_generator
 
 SLOT = "_token_routes"
@@ -101,7 +101,7 @@ class Routes:
         """
         if self.stack is None:
             raise RuntimeError("no pass was routed yet.")
-        if self.method.chooses_by_state(self.stack):
+        if not self.method.drawn or any(isinstance(each, Ranked) for each in self.drawn):
             raise ValueError(
                 f"method={self.method.name} chooses tokens by their states, so it is unknown which "
                 "bypassed: use a choice that is made before the pass, such as selector=random."
