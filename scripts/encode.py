@@ -63,7 +63,7 @@ def main(settings: dict[str, Any]) -> None:
         if features is not None:
             logger.info("%-9s %s", "features", features[0])
     done = encode(
-        data, vae, Path(config.out), config, text=text, features=features,
+        data, vae, Path(config.out).expanduser(), config, text=text, features=features,
         precision=precision, rank=rank, num_ranks=num_ranks,
     )  # fmt: skip
     if done:

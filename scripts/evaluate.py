@@ -54,7 +54,7 @@ def main(settings: dict[str, Any]) -> None:
 def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return a record with the scores of a checkpoint's samples, and the path of the file for it,
     in which {digest} stands for the digest of the record's protocol."""
-    from tread_zoo.evaluation.evaluate import evaluate
+    from tread_zoo.evaluation.evaluate import check_kept_images, evaluate
     from tread_zoo.runs.restore import restore
 
     assert config.checkpoint is not None
@@ -67,6 +67,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     data.codec.prepare(next(run.backbone.parameters()).device)
     own = {**run.config.get("evaluation", {}), "keep_images": None}  # an imported run has none
     evaluation = check(EvaluationConfig, {**own, **config.evaluation}, "evaluation")
+    check_kept_images(evaluation)
     record = evaluate(
         run.backbone, run.objective, data, sampling, evaluation, precision=run.precision,
         routing=run.routing, weak=run.weak(sampling), weights=config.weights,
@@ -88,8 +89,7 @@ def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     evaluation = check(EvaluationConfig, config.evaluation, "evaluation")
     record = evaluate_images(config.samples, data, evaluation, device)
     place = Path(config.samples).expanduser().resolve()
-    name = place.name if place.is_dir() else place.stem
-    return record, str(place.with_name(f"{name}_score.json"))
+    return record, str(place.with_name(f"{place.name}_score_{{digest}}.json"))
 
 
 if __name__ == "__main__":

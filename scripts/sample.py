@@ -265,7 +265,8 @@ def _label(run: "Restored", label: int | str) -> int:
         )
     if not network.num_classes:
         raise ValueError(f"label={label}, but this run has no classes: leave it out.")
-    number = class_number(label, run.class_names)
+    named = str(label) in run.class_names  # a folder named 1 is not class number 1
+    number = class_number(str(label) if named else label, run.class_names)
     if number >= network.num_classes:
         raise ValueError(
             f"label={label}: this network has the classes 0 … {network.num_classes - 1}."

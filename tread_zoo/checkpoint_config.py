@@ -47,7 +47,7 @@ class EvaluateConfig(CheckpointConfig):
         sampler, guidance: fields that replace the run's; `name` takes another sampler or guidance.
         evaluation: fields that differ from the run's or, for samples, from the defaults.
         out: the JSON file for scores and protocol; null: <run>/score_<step>_<digest of the
-            protocol>.json or, for samples, <samples>_score.json.
+            protocol>.json or, for samples, <samples>_score_<digest>.json.
         vae: the autoencoder of latents; null is the run's.
     """
 

@@ -144,6 +144,9 @@ def test_a_stopped_encoding_goes_on_and_processes_share_the_parts(encoded, tmp_p
     config = EncodingConfig(vae="", out="", content="samples", part_size=4)
     with pytest.raises(ValueError, match="differs in dtype"):
         encode(image_data(), Stub(), out, config, **given)
+    config = EncodingConfig(vae="", out="", content="samples", part_size=4, flips=True)
+    with pytest.raises(ValueError, match="differs in settings"):
+        encode(image_data(), Stub(), out, config, **given)
 
 
 def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path):

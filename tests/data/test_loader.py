@@ -158,6 +158,14 @@ def test_a_list_of_corrupt_items_is_kept_by_all_processes_and_ends_a_run(tmp_pat
         one(CorruptItem(20, "file_20", "no 20"))
 
 
+def test_items_that_were_mended_do_not_count_when_a_run_continues(tmp_path):
+    file, still = tmp_path / "corrupt.txt", Watched(tmp_path, {4})
+    log = CorruptLog(file, [Watched(tmp_path, {4, 17})], 0.05)
+    for index in (4, 17):
+        log(CorruptItem(index, f"file_{index}", "cut short"))
+    assert CorruptLog(file, [still], 0.05).items == {"4\tfile_4"}
+
+
 @pytest.mark.parametrize("share", [0.001, 0.0])
 def test_one_corrupt_item_of_few_is_passed_over_unless_none_may_be(tmp_path, share):
     log = CorruptLog(tmp_path / "corrupt.txt", [Watched(tmp_path)], share)

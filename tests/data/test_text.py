@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import tarfile
+import unicodedata
 
 import datasets
 import pytest
@@ -91,8 +92,9 @@ def test_a_picture_s_caption_is_found_where_people_keep_it(tmp_path, write, capl
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "dataset.json"])
 def test_labels_of_metadata_take_the_place_of_sub_folders(tmp_path, kind):
     root, labels = tmp_path / "set", [1, 0, 2, 1, 0, 2]
-    write_pictures(root, [f"{i // 3:05}/{i}.png" for i in range(6)])
-    rows = [(f"{i // 3:05}/{i}.png", label) for i, label in enumerate(labels)]
+    names = [f"{i // 3:05}/é{i}.png" for i in range(6)]
+    write_pictures(root, [unicodedata.normalize("NFD", name) for name in names])  # as macOS does
+    rows = list(zip(names, labels, strict=True))
     if kind == "csv":
         lines = ["file_name,label", *(f"{name},{'abc'[label]}" for name, label in rows)]
         (root / "metadata.csv").write_text("\n".join(lines))

@@ -18,7 +18,12 @@ from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import EDM, FlowMatching, generate
 from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation import Protocol, score
-from tread_zoo.evaluation.evaluate import check_evaluation, describe_record, score_names
+from tread_zoo.evaluation.evaluate import (
+    check_evaluation,
+    check_kept_images,
+    describe_record,
+    score_names,
+)
 from tread_zoo.evaluation.features import INCEPTION_URL
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record, stack_part
 from tread_zoo.seeding import make_image_generator
@@ -105,7 +110,7 @@ def test_samples_are_kept_where_asked_and_never_mixed(tiny, samples, tmp_path):
     found = np.stack([np.asarray(Image.open(folder / name)) for name in names])
     assert np.array_equal(found, samples[:, 0].numpy())
     with pytest.raises(ValueError, match="keep_images"):
-        tiny.score(metrics=[], keep_images=str(folder))
+        check_kept_images(tiny.options(keep_images=str(folder)))
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,20 @@ import pytest
 import torch
 
 from tests.published.tensors import theirs
-from tests.small_run import SMALL, full_settings, settings, train_quickly
+from tests.small_run import SMALL, fields_of, settings, train_quickly
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
+from tread_zoo.runs.init_from import resolve_init_from
 
 UNSAID = [word for word in SMALL if not word.startswith("backbone.")]
 STILL = ["training.num_steps=1", "optimizer.learning_rate=1e-12"]  # weights stay what they are
 
 
 def start(folder, source, *overrides):
-    given = full_settings(*UNSAID, *STILL, *overrides)
+    given = fields_of(*UNSAID, *STILL, *overrides)
+    if not any(word.startswith("backbone=") for word in overrides):
+        given.get("backbone", {}).pop("name", None)
     return train_quickly(**{**given, "init_from": str(source), "run_dir": str(folder)})
 
 
@@ -60,6 +63,18 @@ def test_an_import_is_finetuned_with_its_own_sizes_and_resumed_without_it(source
     assert find_checkpoint(run).step == 2
     with pytest.raises(CheckpointError, match="init_from"):
         start(tmp_path / "other", moved)
+
+
+@pytest.mark.parametrize("name", ["dit", "dit_tiny", "rwkv"])
+def test_another_backbone_than_that_of_the_weights_is_refused(name):
+    with pytest.raises(CheckpointError, match="init_from=mamba has a mamba_tiny"):
+        resolve_init_from({"init_from": "mamba", "backbone": name})
+
+
+def test_a_run_is_named_after_the_backbone_of_its_weights():
+    settings, _ = resolve_init_from({"init_from": "mamba", "backbone": {"depth": 3}})
+    assert settings["backbone"]["name"] == "mamba_tiny"
+    assert resolve_init_from({"init_from": "mamba"})[0]["run_dir"].startswith("runs/digits_mamba")
 
 
 @pytest.mark.slow

@@ -86,8 +86,15 @@ def test_a_finished_run_that_is_resumed_repeats_nothing(scored, copy_of):
 
 @pytest.mark.slow
 def test_images_are_kept_of_the_last_score(run, tmp_path):
-    """The folder must be empty, which it would not be at the second score."""
+    """The folder must be empty, which it would not be at the second score. A run that ended while
+    it scored ends its score."""
     kept = tmp_path / "kept"
     few = ("training.num_steps=4", "evaluation.num_images=7", "evaluation.metrics=[]")
-    run("run", *SCORED, *few, f"evaluation.keep_images={kept}")
+    given = [*SCORED, *few, f"evaluation.keep_images={kept}"]
+    folder = run("run", *given)
     assert len(list(kept.iterdir())) == 7
+    with pytest.raises(ValueError, match="keep_images"):
+        run("other", *given)
+    (folder / "score.json").unlink()
+    run("run", *given, "resume=auto")
+    assert (folder / "score.json").exists()

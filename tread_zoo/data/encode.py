@@ -87,7 +87,7 @@ def encode(
     }
     metadata: dict[str, Any] = {
         "settings": {"content": content, "part_size": size, "precision": precision,
-                     "images": lengths, "source": config.data},
+                     "images": lengths, "source": config.data, "flips": config.flips},
         "content": {"moments": "mean_logvar", "pixels": "pixels"}.get(content, "samples"),
         "dtype": config.dtype if vae else "uint8",
         "num_classes": data.num_classes,

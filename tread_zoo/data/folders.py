@@ -154,7 +154,7 @@ def folder_rows(root: Path) -> dict[str, dict[str, Any]]:
             else:
                 pairs = json.load(stream).get("labels") or ()
                 rows = [{"file_name": name, "label": label} for name, label in pairs]
-        return {os.path.normpath(row.pop("file_name")): row for row in rows}
+        return {nfc(os.path.normpath(row.pop("file_name"))): row for row in rows}
     except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise ValueError(
             f"{file} cannot be read ({type(error).__name__}: {error}): it needs a row for each "
@@ -169,7 +169,7 @@ def columns_of(rows: dict[str, dict[str, Any]], root: Path, files: list[str]) ->
     Raises:
         ValueError: there are rows, but none of `files` has one.
     """
-    places = [os.path.relpath(file, root) for file in files]
+    places = [nfc(os.path.relpath(file, root)) for file in files]
     if rows and not any(place in rows for place in places):
         raise ValueError(
             f"data.path={str(root)!r}: none of the pictures, such as {places[0]!r}, is a file_name "

@@ -133,8 +133,9 @@ class CorruptLog:
     run.
 
     Each process appends its corrupt items to `file`, a tab-separated line per item, and counts the
-    distinct items in it, so no process waits for another. `max_share` is the fraction of all items
-    that may be corrupt, rounded up; `field` is the name of that setting, for errors.
+    distinct items in it, so no process waits for another. Items in an existing `file` that can be
+    read now do not count. `max_share` is the fraction of all items that may be corrupt, rounded up;
+    `field` is the name of that setting, for errors.
     """
 
     def __init__(
@@ -145,16 +146,28 @@ class CorruptLog:
         field: str = "training.max_corrupt_share",
     ):
         self.file, self.num_items, self.max_share, self.field = file, 0, max_share, field
-        for part in parts:
+        self.parts, self.mended = list(parts), set[str]()
+        for part in self.parts:
             with suppress(AttributeError):  # a list takes no attribute; it cannot be corrupt
                 part.on_corrupt = self
             self.num_items += len(part)
+        self.mended = {item for item in self.items if self._can_be_read(item)}
 
     @property
     def items(self) -> set[str]:
         """The corrupt items of all processes so far, each as one text: index, tab, name."""
         text = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
-        return {line.rpartition("\t")[0] for line in text.split("\n") if line.count("\t") == 2}
+        lines = {line.rpartition("\t")[0] for line in text.split("\n") if line.count("\t") == 2}
+        return lines - self.mended
+
+    def _can_be_read(self, item: str) -> bool:
+        """Return whether an item of the list is in a data set and can be read."""
+        index, name = int(item.partition("\t")[0]), item.partition("\t")[2]
+        for part in self.parts:
+            name_of = getattr(part, "item_name", "item {}".format)
+            if index < len(part) and printable(name_of(index)) == name:
+                return not isinstance(read_item(part, index), CorruptItem)
+        return False
 
     def __call__(self, item: CorruptItem) -> None:
         """Add an item to the list, if it is new. Raises ValueError if there are now too many."""

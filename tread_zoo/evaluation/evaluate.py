@@ -152,13 +152,18 @@ def check_evaluation(
     if evaluation.extractor is not None:
         shape = pixel_shape(data, device or torch.device("cpu"))
         evaluation = evaluation.fit(options.num_images, shape, num_classes)
+    return evaluation
+
+
+def check_kept_images(options: EvaluationConfig) -> None:
+    """Raise `ValueError` if the folder for kept samples holds any file, which may be of another
+    network. `evaluate` does not ask, so that an interrupted run can be scored again."""
     folder = options.keep_images and Path(options.keep_images).expanduser()
     if folder and folder.exists() and any(folder.iterdir()):
         raise ValueError(
             f"evaluation.keep_images={options.keep_images!r} is not empty, and samples of several "
             "networks must not mix: name another folder."
         )
-    return evaluation
 
 
 def make_evaluation(

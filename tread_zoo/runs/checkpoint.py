@@ -199,7 +199,8 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: there is no checkpoint, or it is damaged or has another format.
     """
     try:
-        path = find_folder(Path(path), into=Path("runs", path))
+        path = Path(path).expanduser()
+        path = find_folder(path, into=Path("runs", path))
     except OSError as error:
         raise CheckpointError(str(error)) from error
     if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():

@@ -17,8 +17,7 @@ import torch
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.factory import create_backbone
-from tread_zoo.fields import default_fields
-from tread_zoo.registry import FROM_DATA, get_entry
+from tread_zoo.registry import FROM_DATA, complete, get_entry
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -43,9 +42,9 @@ def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
     """
     if fields.get("init_from") is None:
         return dict(fields), None
-    part = fields.get("backbone", "")
+    part = fields.get("backbone", {})
     only_options = isinstance(part, Mapping) and "name" not in part
-    if only_options:  # options of the checkpoint's architecture
+    if only_options:  # options of the checkpoint's architecture, perhaps none
         name = _find_source(fields, fields.get("run_dir", "auto")).meta["backbone"]["name"]
         fields = {**fields, "backbone": {"name": name, **part}}
     config = make_config(**fields)
@@ -87,8 +86,6 @@ def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
     entry, before = get_entry("backbone", name), _backbone_of(source)
     defaults = json.loads(json.dumps(entry.defaults()))
     changes = {k: v for k, v in given.items() if k != "name" and v != defaults.get(k)}
-    if name == default_fields(RunConfig)["backbone"]:
-        return {**before, **changes}
     if entry.target is not get_entry("backbone", before["name"]).target:
         raise CheckpointError(
             f"backbone={name}, but init_from={config.init_from} has a {before['name']}: leave out "
@@ -116,7 +113,8 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
     new, left_out = fresh.keys() - carried.keys(), saved.keys() - fresh.keys()
     words += [f"{_layers(new)} start fresh"] if new else []
     words += [f"{_layers(left_out)} left out"] if left_out else []
-    before, now = source.meta["config"]["objective"], config.as_dict()["objective"]
+    before = complete("objective", source.meta["config"]["objective"])
+    now = complete("objective", config.as_dict()["objective"])
     if before != now:
         words.append(f"it was trained for {_described(before)}, this run for {_described(now)}")
     return "; ".join(words)

@@ -29,6 +29,7 @@ from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.contract.crossing import Crossing
 from tread_zoo.data import prefetch_to_device
 from tread_zoo.diffusion import Draw
+from tread_zoo.evaluation.evaluate import check_kept_images
 from tread_zoo.evaluation.flops import mean_flops, stage_flops, without_data
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
@@ -78,7 +79,10 @@ def train(**fields: Unpack[RunFields]) -> Path:
         Stopped: a signal was received; all steps done are saved.
     """
     load_plugins(fields.get("plugins") or ())
-    settings, source = resolve_init_from(fields)
+    settings = dict(fields)
+    for name in {"run_dir", "init_from", "resume"} & settings.keys():
+        settings[name] = settings[name] and os.path.expanduser(str(settings[name]))
+    settings, source = resolve_init_from(settings)
     config, checkpoint = resolve_run(settings)
     device = resolve_device(config.device)
     prepare_process_group(device)
@@ -92,7 +96,9 @@ def train(**fields: Unpack[RunFields]) -> Path:
     keep_freed_memory(device)
     with EarlyRecords() as early, StopSignals() as signals, _errors_explained(config.training):
         setup = build_setup(config, source if checkpoint is None else None)
-        if checkpoint is not None:
+        if checkpoint is None:
+            check_kept_images(config.evaluation)
+        else:
             check_same_data(checkpoint, setup.data_metadata, images=True)
         accelerator = make_accelerator(setup, device, precision)
         setup.batches(num_ranks=accelerator.num_processes)  # raises if there are too few images
