@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("diffusers")
 
-from tests.routing.others.cases import CASES, build, run
+from tests.routing.others.cases import CASES, build, image, run
 from tread_zoo import enable_routing
 from tread_zoo.routing.others import FAMILIES, REFUSED
 
@@ -32,8 +32,12 @@ def gradients(network):
     return found
 
 
+def seeded(seed=7):
+    return torch.Generator().manual_seed(seed)
+
+
 def weigh(out, seed=7):
-    return (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))).sum()
+    return (out * torch.randn(out.shape, generator=seeded(seed))).sum()
 
 
 def test_the_table_and_the_cases_name_the_same_classes():
@@ -133,6 +137,53 @@ def test_classes_that_use_the_place_of_a_token_are_refused(name):
 
     with pytest.raises(ValueError, match="be routed"):
         use()
+
+
+def test_a_mode_that_uses_the_place_of_a_token_is_refused():
+    """The first frame has as many tokens as are kept, and so they all seem to belong to it."""
+    name = "HunyuanVideoTransformer3DModel"
+    network = build(name, image_condition_type="token_replace")
+    enable_routing(network, start=1, end=3, selection_rate=0.5)
+    with pytest.raises(ValueError, match="token_replace"):
+        run(network, CASES[name].inputs(2) | {"hidden_states": image(2, 4, 8, 2)})
+
+
+def test_images_of_two_sizes_are_refused_where_text_follows_them():
+    name = "ZImageTransformer2DModel"
+    network, inputs = build(name), CASES[name].inputs(2)
+    enable_routing(network, start=1, end=3)
+    inputs["x"] = [inputs["x"][0], inputs["x"][1][..., :8, :8]]
+    with pytest.raises(ValueError, match="several sizes"):
+        run(network, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("PRXTransformer2DModel", "attention_mask"),
+        ("CogView4Transformer2DModel", "attention_mask"),
+        ("CosmosTransformer3DModel", "attention_mask"),
+        ("QwenImageTransformer2DModel", "encoder_hidden_states_mask"),
+    ],
+)
+def test_a_text_as_long_as_the_image_is_whole(name, mask):
+    """A mask that hides nothing changes nothing."""
+    network, routes = routed(name)
+    inputs, outs = dict(CASES[name].inputs(2)), []
+    inputs["encoder_hidden_states"] = torch.randn(2, 16, 16, generator=seeded())
+    for hidden in (None, torch.ones(2, 16, dtype=torch.bool)):
+        routes.set_step(1, 10)
+        outs.append(run(network, inputs | {mask: hidden}))
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_class_of_one_s_own_is_routed_as_its_base_class():
+    name = "FluxTransformer2DModel"
+    network, inputs = build(name), CASES[name].inputs(2)
+    network.__class__ = type("MyFlux", (type(network),), {})
+    dense = run(network, inputs)
+    enable_routing(network, start=1, end=3)
+    assert not torch.equal(run(network, inputs), dense)
 
 
 def test_a_sequence_that_is_cut_between_blocks_is_an_error():

@@ -42,6 +42,8 @@ class Block(nn.Module):
             inner = self.conv(inner.mT).mT
         if self.fault == "window":
             inner = attend(inner.unflatten(1, (-1, 2))).flatten(1, 2)
+        if self.fault == "window of 8":
+            inner = attend(inner.unflatten(1, (-1, 8))).flatten(1, 2)
         if self.fault == "causal":
             inner = F.scaled_dot_product_attention(inner, inner, inner, is_causal=True)
         if self.fault == "rotary":  # its own table, of the first tokens
@@ -107,6 +109,14 @@ def test_blocks_that_use_the_place_of_a_token_are_refused(fault):
     routes = enable_routing(other := plain(fault=fault), "layer_drop", drop=0.99, extra=0)
     assert other(tokens()).shape == (3, 16, WIDTH)
     assert routes.drawn  # leaving blocks out asks nothing of them
+
+
+def test_a_window_that_held_all_tokens_is_found_in_a_larger_image():
+    network = plain(fault="window of 8")
+    enable_routing(network, start=1, end=3, extra=0, selection_rate=0.5)
+    network(tokens(count=16))
+    with pytest.raises(ValueError, match="Block"):
+        network(tokens(count=32))
 
 
 def test_a_block_that_changes_nothing_yet_is_asked_again():

@@ -116,6 +116,7 @@ class Adapter:
             given to the block: `broadcast`, as a `PerImage`; `plain`, as a tensor [B, L, ...];
             `shared`, as a tensor [L, ...] for the tokens of the first image.
         made: outputs of earlier blocks of the route, which already have only the tokens present.
+        text: beginnings of the names of arguments for non-image tokens.
     """
 
     num_tokens: int
@@ -123,21 +124,24 @@ class Adapter:
     batch: int
     form: str
     made: Any
+    text: tuple[str, ...] = OTHER
 
     def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
         """Return a block's arguments `named`; those that are per token have only the image tokens
         `ids` [B, K], in that order, and all other tokens. The argument `key`, which has the block's
-        tokens, and arguments for non-image tokens (`OTHER`) stay as they are."""
+        tokens, and arguments for non-image tokens (`text`) stay as they are."""
         return {
-            name: value if name == key or name.startswith(OTHER) else self._any(name, value, ids)
+            name: value if name == key else self._any(name, value, ids)
             for name, value in named.items()
         }
 
     def _any(self, name: str, value: Any, ids: Tensor) -> Any:
+        if name.startswith(self.text):
+            return value
         if isinstance(value, dict):
             return {k: self._any(f"{name}.{k}", each, ids) for k, each in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self._any(name, each, ids) for each in value)
+            return type(value)(self._any(f"{name}.{i}", v, ids) for i, v in enumerate(value))
         if not isinstance(value, Tensor) or value in self.made:
             return value
         for dim in self._dims(name, value):

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tread_zoo.contract.crossing import Crossing, Exit, Layout, Tokens
-from tread_zoo.routing.others.arguments import Adapter, First, image_of, sequence, take, with_image
+from tread_zoo.routing.others.arguments import (
+    OTHER,
+    Adapter,
+    First,
+    image_of,
+    sequence,
+    take,
+    with_image,
+)
 from tread_zoo.routing.others.check import Verdict, cycle, examine, most_similar
 
 
@@ -252,7 +260,8 @@ class RoutedPass:
         new, ids = visit.sequence, visit.ids
         if ids is None:
             return {**visit.named, visit.key: new}
-        adapter = Adapter(self.num_tokens, self._sizes(visit), len(ids), form, self.made)
+        text = OTHER + self.routes.family.text
+        adapter = Adapter(self.num_tokens, self._sizes(visit), len(ids), form, self.made, text)
         if turn is not None:
             others = new.shape[1] - ids.shape[1]
             new = take(new, sequence(turn, ids.shape[1], others, self._first(others)), 1)
@@ -273,11 +282,14 @@ class RoutedPass:
 
     def _verdict(self, visit: Visit, ids: Tensor) -> Verdict:
         """Return the `Verdict` on whether blocks of the visited block's class may be routed. If
-        there is none yet, the class is tested first. As long as a block does not change its tokens,
-        the test shows nothing and is repeated. `ids` [B, K] are the image tokens present."""
+        there is none yet for this number of image tokens, the class is tested first: a window, for
+        example, does not show while it holds all tokens. As long as a block does not change its
+        tokens, the test shows nothing and is repeated. `ids` [B, K] are the image tokens
+        present."""
         name = self.routes.kind(visit.index, visit.block)
         known: Verdict | None = self.routes.verdicts.get(name)
-        if known is not None and (known.error is not None or not self.open):
+        tested = (name, self.num_tokens) in self.routes.tested
+        if known is not None and ((known.error is not None and tested) or not self.open):
             return known
         kept, shared = ids.shape[1], self.routes.family.shared
         if kept < 2:
@@ -292,6 +304,7 @@ class RoutedPass:
         forms = ("shared",) if shared else ("broadcast", "plain")
         verdict = examine(visit.block, call, visit.key, reorder, forms)
         self.routes.verdicts[name] = verdict
+        self.routes.tested.add((name, self.num_tokens))
         return verdict
 
     # After a block --------------------------------------------------------------------------------

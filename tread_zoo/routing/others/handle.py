@@ -7,7 +7,7 @@ B batch, N image tokens, D width.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -54,6 +54,7 @@ class Routes:
         self.kept: Tensor | None = None
         self.drawn: Crossings = ()
         self.verdicts: dict[str, Verdict] = {}
+        self.tested: set[tuple[str, int]] = set()  # classes, and for which number of image tokens
         self.outputs: dict[type, list[str | None]] = {}
         self.single: dict[type, bool] = {}
         self.running: list[RoutedPass | None] = []  # passes, the innermost last; None: not routed
@@ -152,7 +153,10 @@ class Routes:
         if not self.on or not self._trains(network):
             return
         names = list(inspect.signature(type(network).forward).parameters)[1:]
-        routed = RoutedPass(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if self.family.unfit is not None and (why := self.family.unfit(network, arguments)):
+            raise ValueError(f"{self.title} cannot be routed: {why}.")
+        routed = RoutedPass(self, arguments, self._draws())
         self.running[-1] = routed
         watched = [(name, None) for name in self.family.watch]
         for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
@@ -342,7 +346,7 @@ def enable_routing(
             f"method={chosen.name} owns weights, which only this project's backbones hold: choose "
             "tread, random_ltd, layer_drop, token_merging or microdit."
         )
-    family = _family(type(network).__name__, extra)
+    family = _family(network, extra)
     lists = _lists(network, blocks or family.lists)
     routes = Routes(network, chosen, family, lists, seed=seed, tokens=tokens, grid=grid)
     try:
@@ -357,8 +361,8 @@ def _check_network(network: nn.Module) -> None:
     title = type(network).__name__
     if SLOT in network.__dict__:
         raise ValueError(f"{title} is routed already: call disable() of its handle first.")
-    if title in REFUSED:
-        raise ValueError(f"{title} cannot be routed: {REFUSED[title]}.")
+    if (name := _class(network, REFUSED)) is not None:
+        raise ValueError(f"{title} cannot be routed: {REFUSED[name]}.")
     if getattr(network, "_parallel_config", None) is not None:
         raise ValueError(
             f"{title} splits its tokens or weights over devices by a context or tensor parallel "
@@ -366,12 +370,19 @@ def _check_network(network: nn.Module) -> None:
         )
 
 
-def _family(title: str, extra: Any) -> Family:
-    known = FAMILIES.get(title)
+def _class(network: nn.Module, names: Container[str]) -> str | None:
+    """Return the name of the network's class that is in `names`: its own or, as for networks that
+    FSDP shards, that of a base class; or None."""
+    return next((c.__name__ for c in type(network).__mro__ if c.__name__ in names), None)
+
+
+def _family(network: nn.Module, extra: Any) -> Family:
+    name = _class(network, FAMILIES)
+    known = None if name is None else FAMILIES[name]
     if extra is None and known is None:
         raise ValueError(
-            f"{title} is not a known class: say how many tokens of its sequence are not of the "
-            "image, enable_routing(extra=0) if none."
+            f"{type(network).__name__} is not a known class: say how many tokens of its sequence "
+            "are not of the image, enable_routing(extra=0) if none."
         )
     family = known or Family()
     if extra is None:
