@@ -1,10 +1,10 @@
-"""Do networks that were trained on few digits copy them?
+"""Do networks that were trained on few images copy them?
 
-python docs/comparison/equal_cost/copies.py comparisons/few_images/runs/*
+PYTHONPATH=docs/comparison python docs/comparison/equal_cost/copies.py STUDY RUN...
 
-Adds to few_images.csv the share of samples that are nearer to a training image than to a held-out
-one, by the distance of pixels. There are n training images, and n held-out ones are drawn, 20
-times. Prints this share for held-out images in the place of samples, which copy nothing.
+Adds to STUDY.csv the share of samples that are nearer to a training image than to a held-out one,
+by the distance of pixels. There are n training images, and n held-out ones are drawn, 20 times.
+Prints this share for held-out images in the place of samples, which copy nothing.
 """
 
 import json
@@ -17,9 +17,9 @@ import pandas as pd
 import torch
 from page import arm_of
 
-from tread_zoo.data.builtin import digits
+from tread_zoo.data.dataset import ImageData
+from tread_zoo.registry import create
 
-TABLE = Path(__file__).parent / "few_images.csv"
 SAMPLES, DRAWS = 500, 20
 
 
@@ -30,17 +30,18 @@ def share_of_copies(samples: torch.Tensor, train: torch.Tensor, others: torch.Te
     return float((near[0] < near[1]).float().mean())
 
 
-def main(*runs: str) -> None:
-    table = pd.read_csv(TABLE)
+def main(study: str, *runs: str) -> None:
+    file = Path(__file__).with_name(f"{study}.csv")
+    table = pd.read_csv(file)
     for run in map(Path, runs):
         config = json.loads((run / "config.json").read_text())
         out, step = run / "copies", json.loads((run / "score.json").read_text())["protocol"]["step"]
         command = f"tread-zoo sample checkpoint={run} num_images={SAMPLES} out={out}"
         subprocess.run(command.split(), check=True)
         samples = torch.from_numpy(np.load(out / "samples.npz")["arr_0"]).float()
-        data = digits(config["data"]["held_out"])
+        data: ImageData = create("data", config["data"])
         train, held_out = (
-            torch.stack([item[0] for item in part]).float() for part in (data.train, data.held_out)
+            torch.stack([item[0] for item in part]).float() for part in data.parts.values()
         )
         torch.manual_seed(0)
         shares, without = [], []
@@ -51,7 +52,7 @@ def main(*runs: str) -> None:
         same = table.arm.str.startswith(arm_of(config)) & (table.seed == config["seed"])
         table.loc[same & (table.steps == step), "nearer_to_training"] = sum(shares) / DRAWS
         print(f"held-out images: {sum(without) / DRAWS:.3f}")
-    table.to_csv(TABLE, index=False, float_format="%.6g")
+    table.to_csv(file, index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

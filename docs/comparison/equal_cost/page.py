@@ -27,7 +27,8 @@ ARMS = {
     "routed 12": "routed, 12 blocks", "layer dropout 12": "layer dropout, 12 blocks",
 }  # fmt: skip
 STUDIES = {"digits": "digits, 16 tokens", "fashion_mnist": "Fashion-MNIST, 64 tokens"}
-FEW, LONGER = "few_images", "longer"
+FEW = ("few_images", "2000_images_fashion_mnist", "300_images_fashion_mnist")
+LONGER = "longer"
 ENDPOINTS = {BASE: "12 dense blocks", "layer dropout 12": "layer dropout"}  # of few images
 METRICS = ["fid", "kid", "precision", "recall", "label_accuracy"]
 
@@ -124,22 +125,27 @@ def answer() -> str:
 
 
 def few_images() -> dict[str, str]:
-    """Return the tables of networks trained on few images: their scores, and the endpoints, with
-    Holm's correction."""
-    runs, by_arm, rows = pd.read_csv(HERE / f"{FEW}.csv"), means_by_arm(FEW), []
-    for arm, own in sorted(runs.groupby("arm"), key=lambda each: each[1].fid.mean()):
-        over = "1" if arm == BASE else in_brackets(ratio(by_arm, arm))
-        name = re.sub(r"(\d+)", r"\1 blocks", arm, count=1)
-        cells = [name, int(own.steps.max()), len(own), middle(own.fid), over]
-        cells += [f"{own.recall.mean():.2f}", f"{own.held_out_loss.mean():.3f}"]
-        rows.append([*cells, f"{100 * own.nearer_to_training.mean():.0f} %"])
+    """Return the tables of networks trained on few images: for each study their scores, and the
+    endpoints, with Holm's correction."""
     head = "| network | steps | seeds | Fréchet distance | over that of 12 dense blocks | recall "
     head += "| held-out loss | nearer to a training image |"
+    made = {}
+    for study in FEW:
+        runs, by_arm, rows = pd.read_csv(HERE / f"{study}.csv"), means_by_arm(study), []
+        for arm, own in sorted(by_arm.items(), key=lambda each: middle(each[1].fid)):
+            every = runs[runs.arm == arm].mean(numeric_only=True)
+            over = "1" if arm == BASE else in_brackets(ratio(by_arm, arm)) + dissent(by_arm, arm)
+            name = re.sub(r"(\d+)", r"\1 blocks", arm, count=1)
+            cells = [name, int(every.steps), len(own), middle(own.fid), over]
+            cells += [f"{every.recall:.2f}", f"{every.held_out_loss:.3f}"]
+            near = every.get("nearer_to_training", math.nan)
+            rows.append([*cells, "" if math.isnan(near) else f"{100 * near:.0f} %"])
+        made[study] = markdown(head, rows)
 
-    fid = by_arm["routed 12"].fid
-    logs = [log_ratio(fid, by_arm[arm].fid, paired=True) for arm in ENDPOINTS]
-    ends = endpoints(ENDPOINTS.values(), logs, map(p_value, logs))
-    return {FEW: markdown(head, rows), "endpoints": ends}
+        fid = by_arm["routed 12"].fid
+        logs = [log_ratio(fid, by_arm[arm].fid, paired=True) for arm in ENDPOINTS]
+        made[f"{study}_endpoints"] = endpoints(ENDPOINTS.values(), logs, map(p_value, logs))
+    return made
 
 
 def endpoints(others: Iterable[str], logs: Iterable[Interval], p_values: Iterable[float]) -> str:
