@@ -48,7 +48,7 @@ def main(study: str, *runs: str) -> None:
         for _ in range(DRAWS):
             others, rest = held_out[torch.randperm(len(held_out))].tensor_split([len(train)])
             shares.append(share_of_copies(samples, train, others))
-            without.append(share_of_copies(rest, train, others))
+            without.append(share_of_copies(rest[:SAMPLES], train, others))
         same = table.arm.str.startswith(arm_of(config)) & (table.seed == config["seed"])
         table.loc[same & (table.steps == step), "nearer_to_training"] = sum(shares) / DRAWS
         print(f"held-out images: {sum(without) / DRAWS:.3f}")
