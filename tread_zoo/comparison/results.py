@@ -174,10 +174,10 @@ def _name_budgets(
     steps = [int(run[STEPS]) for run in settings]
     facts = [_read(Path(folder) / "facts.json") for folder in table.folder]
     planned = list(map(flops_until, steps, facts))
-    budgets, first = [math.nan] * len(steps), -1
-    for i in np.argsort(planned):
-        half_steps = (table.flops_per_step[i] + table.flops_per_step[max(first, 0)]) / 2
-        if first < 0 or not planned[i] - planned[first] <= half_steps:
+    order, each = np.argsort(planned), table.flops_per_step
+    budgets, first = [math.nan] * len(steps), order[0]
+    for i in order:
+        if not planned[i] - planned[first] <= (each[i] + each[first]) / 2:
             first = i
         budgets[i] = float(f"{planned[first]:.3g}")
     if len(set(budgets)) >= len(set(steps)):
