@@ -24,9 +24,10 @@ from tread_zoo.diffusion import default_labels, generate
 from tread_zoo.evaluation.flops import count_sampling, mean_flops
 from tread_zoo.kernels import set_forms
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
-from tread_zoo.training.loop import optimize, step_flops
+from tread_zoo.training.loop import optimize
 from tread_zoo.training.meters import Window
 from tread_zoo.training.setup import build_setup, make_accelerator, to_devices
+from tread_zoo.training.step import step_flops
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from tread_zoo.diffusion import (
 from tread_zoo.diffusion.mean_flow import mean_slope
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.loop import draw_step, step_loss, train
+from tread_zoo.training.loop import train
+from tread_zoo.training.step import draw_step, step_loss
 
 SHAPE = (4, 1, 8, 8)
 ROWS = [name for name in available("backbone") if name.endswith("_tiny")]

@@ -10,7 +10,7 @@ from tread_zoo.contract.layers import patchify
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.routing.token_loss import loss_by_token
 from tread_zoo.seeding import make_image_generator
-from tread_zoo.training.loop import draw_step, step_loss
+from tread_zoo.training.step import draw_step, step_loss
 
 P, SHAPE = 2, (3, 1, 8, 8)
 

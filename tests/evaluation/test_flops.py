@@ -32,7 +32,7 @@ from tread_zoo.factory import add_routing
 from tread_zoo.kernels import get_forms, set_forms, used_ops
 from tread_zoo.registry import create
 from tread_zoo.routing import Select
-from tread_zoo.training.loop import draw_step, step_flops, step_loss
+from tread_zoo.training.step import draw_step, step_flops, step_loss
 
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
 TINY = {

@@ -10,9 +10,10 @@ import torch
 
 from tread_zoo.config import make_config
 from tread_zoo.evaluation.flops import mean_flops
-from tread_zoo.training.loop import optimize, step_flops
+from tread_zoo.training.loop import optimize
 from tread_zoo.training.meters import Window
 from tread_zoo.training.setup import build_setup, make_accelerator, to_devices
+from tread_zoo.training.step import step_flops
 
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text())
 CASES = [

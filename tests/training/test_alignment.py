@@ -11,7 +11,7 @@ from tests.training.test_resume import assert_same_end
 from tread_zoo import create, create_backbone
 from tread_zoo.data.latents import latents
 from tread_zoo.runs.checkpoint import find_checkpoint
-from tread_zoo.training.loop import draw_step, step_loss
+from tread_zoo.training.step import draw_step, step_loss
 from tread_zoo.training.trackers import read_metrics
 
 CPU = torch.device("cpu")

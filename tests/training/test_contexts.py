@@ -26,7 +26,7 @@ from tread_zoo.diffusion.conditions import conditions_of, contexts_in, contexts_
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_generator, make_image_generator
-from tread_zoo.training.loop import draw_step
+from tread_zoo.training.step import draw_step
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from tread_zoo.routing import Stack, Step
 from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_image_generator
-from tread_zoo.training.loop import draw_step
+from tread_zoo.training.step import draw_step
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,9 @@ from tread_zoo.diffusion.samplers import Euler
 from tread_zoo.registry import register
 from tread_zoo.runs.checkpoint import CheckpointError, check_same_data, find_checkpoint
 from tread_zoo.training.log import Log, read_scores
-from tread_zoo.training.loop import draw_step, train
+from tread_zoo.training.loop import train
 from tread_zoo.training.signals import Stopped
+from tread_zoo.training.step import draw_step
 from tread_zoo.training.trackers import read_lines, read_metrics
 
 

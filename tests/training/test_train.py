@@ -28,11 +28,12 @@ from tread_zoo.registry import register
 from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
 from tread_zoo.training.ema import WeightAverage
-from tread_zoo.training.loop import draw_step, step_loss, train
+from tread_zoo.training.loop import train
 from tread_zoo.training.meters import Window
 from tread_zoo.training.optimizer_state import optimizer_state
 from tread_zoo.training.run_page import write_run_page
 from tread_zoo.training.setup import make_accelerator, to_devices
+from tread_zoo.training.step import draw_step, step_loss
 from tread_zoo.training.trackers import read_metrics
 
 
