@@ -196,6 +196,7 @@ def _open_folder(
     """Return the folder of the images: `out`, or one in the run's folder, named by a digest of the
     settings, which include `record` (from `sampling_record`)."""
     from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
+    from tread_zoo.runs.checkpoint import find_checkpoint
 
     cost = {name: record[name] for name in ("nfe", "flops_per_image")}
     made_with = {name: value for name, value in record.items() if name not in cost}
@@ -210,6 +211,8 @@ def _open_folder(
         "precision": run.precision,
         "decoded_by": codec.decoded_by,
     }
+    if weak := record.get("guidance_weak_checkpoint"):  # the path may get a newer checkpoint
+        made_with["weak_sha256"] = find_checkpoint(weak).meta["sha256"]
     if config.contexts is not None:
         content = Path(config.contexts).expanduser().read_bytes()
         made_with["contexts"] = hashlib.sha256(content).hexdigest()

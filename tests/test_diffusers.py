@@ -103,6 +103,11 @@ def test_pictures_guidance_and_half_precision():
     guided = pipe(**given, generator=seeded(), guidance_scale=3.0).images
     assert 0 <= guided.min() < guided.max() <= 1
     assert (guided - plain).abs().max() > 0.01
+    undropped = TreadZooPipeline(pipe.backbone, label_dropout=0.0)
+    with pytest.raises(ValueError, match="needs a label"):
+        undropped()
+    with pytest.raises(ValueError, match="0 … 2"):
+        pipe(class_labels=11)
     half = pipe.to(torch.bfloat16)(**given, generator=seeded()).images
     torch.testing.assert_close(half.float(), plain, rtol=0, atol=0.05)
 
@@ -121,6 +126,9 @@ def test_latents_are_decoded_by_the_vae(tmp_path, diffusers):
     with torch.no_grad():
         decoded = vae.decode(latents).sample.permute(0, 2, 3, 1).numpy()
     np.testing.assert_allclose(pictures, (decoded / 2 + 0.5).clip(0, 1), atol=1e-5)
+    shifted = TreadZooPipeline(pipe.backbone, vae, latent_shift=[1.25, 1.25])
+    found = shifted(**given, generator=seeded(), output_type="latent").images
+    torch.testing.assert_close(found, latents + 1.0)
     noise = (latents - 0.25) * 0.5  # what AutoencoderKL's shift and scale undo
     assert noise.mean().abs() < 0.3
     assert 0.7 < noise.std() < 1.3

@@ -166,8 +166,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             return_dict: False returns (images,).
 
         Raises:
-            ValueError: an unknown class name, no encoder for prompts, no autoencoder for images of
-                latents, or a guidance that training did not prepare.
+            ValueError: an unknown class, no encoder for prompts, no autoencoder for images of
+                latents, or a guidance or images without labels that training did not prepare.
         """
         labels = contexts if prompt is None else self._encode(prompt, num_images)
         if class_labels is not None:
@@ -184,6 +184,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         sampling, network = build_sampling(sampler, guidance), self.backbone.network
         sampling = replace(sampling, trained=create("routing", self.config.routing or "tread"))
         sampling.check_training(network, self.config.label_dropout)
+        if labels is None and network.is_conditional and not self.config.label_dropout:
+            raise ValueError("training dropped no labels, so each image needs a label or context.")
         x = generate(
             network, create("objective", self.config.objective), sampling,
             indices=range(count), labels=labels,
@@ -208,10 +210,10 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Return the network's samples x [B, C, H, W] in the form `output_type`, see `__call__`."""
         vae = None if self.vae is None else Vae(self.vae, "vae")
         shift, scale = self.config.latent_shift, self.config.latent_scale
-        if vae is not None and scale is None:
-            shift, scale = [vae.shift_factor], [vae.scaling_factor]
-        if scale is not None:
-            x = x / torch.tensor(scale).view(-1, 1, 1) + torch.tensor(shift).view(-1, 1, 1)
+        if vae is not None:
+            shift, scale = shift or [vae.shift_factor], scale or [vae.scaling_factor]
+        x = x / torch.tensor(scale or [1.0]).view(-1, 1, 1)
+        x = x + torch.tensor(shift or [0.0]).view(-1, 1, 1)
         if output_type == "latent":
             return x
         if vae is not None:

@@ -251,6 +251,9 @@ def test_the_released_sampler_of_sit_by_its_equations():
     sampler = FlowSDE(diffusion=2.0, last_step=0.04)
     found = sampler(problem, torch.full((1, 1, 1, 1), 0.7), problem.objective.levels(steps))
     assert found.item() == pytest.approx(x, rel=1e-5)
+    start, levels = torch.full((1, 1, 1, 1), 0.7), problem.objective.levels(1)
+    single = sampler(problem, start, levels)
+    torch.testing.assert_close(single, FlowSDE(diffusion=0.0)(problem, start, levels))
 
 
 # Options ------------------------------------------------------------------------------------------

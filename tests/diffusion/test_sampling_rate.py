@@ -80,6 +80,7 @@ def test_flops_are_those_of_the_routed_network(network):
     ("guidance", "routing"),
     [
         ("none", "none"),
+        ({"name": "auto", "weak_checkpoint": "x"}, "tread"),
         ("none", "maskdit"),
         ("none", "microdit"),
         ("sparse", "tread"),

@@ -273,20 +273,30 @@ def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "guidance", "words"),
     [
-        (["objective=edm"], "has objective"),
-        (["data.num_classes=5"], "classes"),
+        (["objective=edm"], "auto", "has objective"),
+        (["data.num_classes=3", "data.path=three.npz"], "auto", "classes"),
+        (["data.path=other.npz"], "auto", "class_names"),
+        (["training.label_dropout=0"], "custom", "label_dropout"),
+        (["routing=none"], "sparse_auto", "routing=none"),
     ],
 )
-def test_a_weak_network_of_another_kind_is_refused_before_training(run, tmp_path, overrides, words):
-    file = tmp_path / "four.npz"
+def test_a_weak_network_of_another_kind_is_refused_before_training(
+    run, tmp_path, monkeypatch, overrides, guidance, words
+):
+    monkeypatch.chdir(tmp_path)
     images = np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8)
-    np.savez(file, images=images, labels=np.arange(40) % 4)
-    data = ["data=npz", f"data.path={file}", "training.num_steps=1"]
+    for name, classes in {"four": "abcd", "other": "efgh", "three": "abc"}.items():
+        np.savez(
+            f"{name}.npz", images=images, labels=[classes[i % len(classes)] for i in range(40)]
+        )
+    data = ["data=npz", "data.path=four.npz", "training.num_steps=1"]
     weak = run("weak", *data, *overrides)
+    guided = [f"guidance={guidance}", f"guidance.weak_checkpoint={weak}"]
+    guided += ["guidance.drop_label=true"] if guidance == "custom" else []
     with pytest.raises(ValueError, match=words):
-        run("run", *data, "guidance=auto", f"guidance.weak_checkpoint={weak}")
+        run("run", *data, *guided)
     assert not (tmp_path / "run").exists()
 
 

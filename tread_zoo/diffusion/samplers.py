@@ -218,7 +218,7 @@ class FlowSDE:
         diffusion: strength of the fresh noise: at t its variance grows by diffusion * t per unit of
             time; 0 is Euler's rule.
         last_step: size of a last step with the SDE's drift and no noise; earlier steps are scaled
-            to fit. 0: keep the grid's last step, which follows the ODE.
+            to fit. 0, or a single step: keep the grid's last step, which follows the ODE.
     """
 
     default_num_steps: ClassVar[int] = 100
@@ -229,15 +229,16 @@ class FlowSDE:
 
     @torch.no_grad()
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor:
-        if self.last_step and len(levels) > 2:
-            shrink = (levels[0] - self.last_step) / (levels[0] - levels[-2])
+        last_step = self.last_step if len(levels) > 2 else 0.0
+        if last_step:
+            shrink = (levels[0] - last_step) / (levels[0] - levels[-2])
             levels = torch.cat([levels[0] - (levels[0] - levels[:-1]) * shrink, levels[-1:]])
         x, steps = x.float(), _steps(levels)
         signal, noise = problem.coefficients(levels)
         for i, (level, next_level) in enumerate(steps):
             step, slope = next_level - level, problem.slope(x, level)
             strength = self.diffusion * level
-            if strength == 0 or (next_level == 0 and not self.last_step):
+            if strength == 0 or (next_level == 0 and not last_step):
                 x = x + step * slope
                 continue
             clean = problem.estimate(x, slope, level)

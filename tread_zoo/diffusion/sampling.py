@@ -85,6 +85,8 @@ class SamplingOptions:
             reason = str(error).rstrip(".")
         if any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
             reason = "this guidance has its own rates: set guidance.strong_rate instead"
+        elif getattr(self.guidance, "weak_checkpoint", None) is not None:
+            reason = "the network of guidance.weak_checkpoint has other blocks"
         if reason:
             raise ValueError(
                 f"sampler.selection_rate={self.selection_rate} lets tokens bypass blocks, but "
@@ -225,6 +227,12 @@ def generate(
             the network.
     """
     options.check(backbone, objective)
+    if labels is not None and len(labels) != len(indices):
+        raise ValueError(f"{len(labels)} labels or contexts for {len(indices)} images.")
+    if labels is not None and (number := backbone.num_classes):
+        for label in labels.tolist():
+            if not 0 <= label <= number:  # the number itself stands for no label
+                raise ValueError(f"label {label}: this network has the classes 0 … {number - 1}.")
     device = next(backbone.parameters()).device
     levels = options.levels(objective)
     shape = (backbone.in_channels, *backbone.input_size)

@@ -86,7 +86,7 @@ class Restored:
     def weak(self, options: SamplingOptions) -> Backbone | None:
         """Return the second network of the guidance in `options`, which makes the weak prediction,
         on this network's device; None if the guidance has none."""
-        weak = load_weak(options, self.backbone, self.objective)
+        weak = load_weak(options, self.backbone, self.objective, self.checkpoint.data)
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
     @property
@@ -179,16 +179,34 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 
 
 def load_weak(
-    options: SamplingOptions, backbone: Backbone, objective: Objective
+    options: SamplingOptions, backbone: Backbone, objective: Objective, data: Mapping[str, Any]
 ) -> Backbone | None:
     """Return on the CPU the network of the `weak_checkpoint` in `options.guidance`, or None if this
-    has none. Raises ValueError if that network predicts another quantity, or other images, than
-    `backbone`."""
+    has none.
+
+    Args:
+        options: the options of sampling.
+        backbone, objective: the guided network, and its objective in training.
+        data: metadata of its data, from `data_metadata`; empty if unknown.
+
+    Raises:
+        ValueError: the other network predicts another quantity, or other images, than `backbone`,
+            or its training does not prepare it for the weak prediction.
+    """
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None
     weak = restore(path, weights="ema", device="cpu", precision="fp32")
     check_weak(backbone, objective, weak.backbone, weak.objective)
+    for field in ("codec", "class_names"):
+        one, other = weak.checkpoint.data.get(field), data.get(field)
+        if one and other and one != other:
+            raise ValueError(
+                f"the network of guidance.weak_checkpoint was trained on data of another {field}: "
+                "both need the same classes and scale of latents."
+            )
+    dropout = weak.config.get("training", {}).get("label_dropout", 0.1)
+    replace(options, trained=weak.routing).check_training(weak.backbone, dropout)
     return weak.backbone
 
 

@@ -70,6 +70,8 @@ class Sprint(Bypass):
         return self.bypass(stack, images, rate)
 
     def weak(self, stack: Stack) -> Crossings:
+        if not self.path_drop:
+            return super().weak(stack)
         return (Skip(*self.span(stack)),)
 
     def build(self, stack: Stack) -> nn.Module:
