@@ -165,6 +165,11 @@ def test_what_was_pushed_is_asked_for_by_its_name(run, tmp_path):
     assert torch.equal(state(load_backbone(pushed, "model")), state(model))
     with pytest.raises(CheckpointError, match="set weights=model"):
         load_backbone(pushed, "ema")
+    assert not list(pushed.path.glob("*.png"))  # the run's pictures are of the averaged weights
+    assert " weights=model num_images" in (pushed.path / "README.md").read_text()
+    whole = restore(run, weights="ema", device="cpu", precision="fp32")
+    guidance = {"name": "auto", "weak_checkpoint": str(pushed.path)}
+    assert torch.equal(state(whole.weak(whole.sampling({}, guidance))), state(model))
 
 
 def test_a_name_of_the_hub_is_a_checkpoint(pushed, tmp_path, monkeypatch):

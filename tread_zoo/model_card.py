@@ -75,16 +75,17 @@ def write_model_folder(
         check_finite(tensors, checkpoint.path)
     write_folder(folder, tensors, metadata)
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
-    if picture.exists():
+    has_picture = weights == "ema" and picture.exists()  # a run samples with these
+    if has_picture:
         shutil.copyfile(picture, folder / "samples.png")
     grids = _copy_grids(run, folder, step=checkpoint.step, weights=weights)
     records = _records(run, step=checkpoint.step, weights=weights)
     name = repo or without_paths(str(out or run))
     header = _header(checkpoint, backbone, records[:1], name, license)
     card = ModelCard.from_template(
-        header, template_path=str(TEMPLATE), name=as_markdown(name), has_picture=picture.exists(),
+        header, template_path=str(TEMPLATE), name=as_markdown(name), has_picture=has_picture,
         grids=list(map(as_markdown, grids)), license=as_markdown(license or "Not stated."),
-        checkpoint=printable(shlex.quote(f"checkpoint={name}")),
+        checkpoint=printable(shlex.quote(f"checkpoint={name}")), weights=weights,
         quoted_name=json.dumps(name, ensure_ascii=False),
         recipe={k: as_markdown(v) for k, v in _recipe(checkpoint, backbone, weights).items()},
         scores=[

@@ -257,6 +257,7 @@ def test_what_a_project_does_not_have_is_not_exported(tmp_path, name, format, wo
     ("name", "own", "other", "word"),
     [
         ("sit", '"prediction": "velocity"', '"prediction": "x"', "objective.prediction=velocity"),
+        ("tread", '"sigma_data": 0.5', '"sigma_data": 1.0', "objective.sigma_data=0.5"),
         ("lightning_dit", '"window": null', '"window": 2', "backbone.window=None"),
         ("zigma", '"serpentine8"', '"hilbert"', "backbone.scan_order=serpentine8"),
     ],
@@ -409,6 +410,7 @@ def test_files_of_training_scripts(tmp_path, names, parts):
     assert checkpoint.step == 400
     files = {path.stem for path in done.path.glob("*.safetensors")}
     assert files == parts
+    assert any("averaged" in note for note in done.notes) == (names == ("state_dict",))
     bias = load_backbone(checkpoint).patch_embed.bias
     torch.testing.assert_close(bias, theirs("sit")["x_embedder.proj.bias"] + 1)
     if files == {"ema"}:

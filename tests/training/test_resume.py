@@ -20,6 +20,7 @@ from tread_zoo.registry import register
 from tread_zoo.runs.checkpoint import CheckpointError, check_same_data, find_checkpoint
 from tread_zoo.training.log import Log, read_scores
 from tread_zoo.training.loop import train
+from tread_zoo.training.optimizer_state import load_optimizer_state, optimizer_state
 from tread_zoo.training.signals import Stopped
 from tread_zoo.training.step import draw_step
 from tread_zoo.training.trackers import read_lines, read_metrics
@@ -364,3 +365,16 @@ def test_seeds_and_ranks_draw_apart():
     assert all(map(torch.equal, base, draw(0, 0, 0)))
     for other in (draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)):
         assert not any(map(torch.equal, base, other))
+
+
+def test_a_resumed_optimizer_is_fused_where_the_new_machine_can():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    before, after = (torch.optim.AdamW([weight], lr, fused=lr > 0.1) for lr in (0.1, 0.2))
+    before.step()
+    saved = optimizer_state(before, {"w": weight})
+    load_optimizer_state(after, {"w": weight}, *saved, with_groups=True)
+    assert after.param_groups[0]["lr"] == 0.1
+    after.found_inf = torch.ones(())  # only a fused optimizer may have it
+    after.step()
+    assert after.state[weight]["step"] == 1

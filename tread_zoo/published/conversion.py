@@ -93,7 +93,8 @@ def import_checkpoint(
     if has_checkpoints(out):
         raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; name another folder.")
     parts, step = read_parts(file)
-    if "ema" not in parts:  # sampling uses `ema`
+    is_averaged = "ema" in parts
+    if not is_averaged:  # sampling uses `ema`
         parts = {"ema": parts["model"]}
     converted = {
         part: _convert(theirs, format, num_heads, num_classes, drop_unknown)
@@ -101,6 +102,8 @@ def import_checkpoint(
     }
     backbone, _, notes = converted["ema"]
     assert backbone.name is not None
+    if not is_averaged:
+        notes.append("No averaged weights were found in the file; `ema` has the others.")
     sampler, num_steps = _SAMPLING[objective]
     meta = {
         "step": step,

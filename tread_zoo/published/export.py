@@ -69,7 +69,7 @@ def _convert_back(
         "objective": (trained["name"], needed["name"]),
         **{
             f"objective.{option}": (trained.get(option), needed.get(option))
-            for option in ("prediction", "schedule", "first_step")
+            for option in ("prediction", "schedule", "first_step", "sigma_data")
         },
     }
     for key, (value, wanted) in expected.items():

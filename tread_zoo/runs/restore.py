@@ -196,7 +196,8 @@ def load_weak(
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None
-    weak = restore(path, weights="ema", device="cpu", precision="fp32")
+    weights = find_checkpoint(path).meta.get("weights", "ema")
+    weak = restore(path, weights=weights, device="cpu", precision="fp32")
     check_weak(backbone, objective, weak.backbone, weak.objective)
     for field in ("codec", "class_names"):
         one, other = weak.checkpoint.data.get(field), data.get(field)

@@ -1,4 +1,4 @@
-"""The state of any optimizer, keyed by parameter names, for checkpoints.
+"""The state of any optimizer, keyed by parameter names, for checkpoints: tensors and JSON values.
 
 torch.distributed.checkpoint.state_dict is not used: it takes an optimizer step to create the state
 that it loads into, which changes some optimizers.
@@ -82,7 +82,7 @@ def load_optimizer_state(
         if with_groups:
             # The last group may be missing: it belongs to an alignment, which may have stopped.
             for group, options in zip(content["param_groups"], saved["groups"], strict=False):
-                group |= options
+                group |= {k: v for k, v in options.items() if k != "fused"}  # of the machine
         inner.load_state_dict(content)
 
 
