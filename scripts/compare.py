@@ -40,6 +40,9 @@ from tread_zoo.cli import (
     check_words,
     compose_settings,
     errors_in_one_line,
+    import_plugins,
+    plain_errors,
+    plugins_among,
     presets,
     quoted,
     readable,
@@ -72,7 +75,7 @@ class CompareConfig:
         metric: the score by which the page judges; null takes the first one that all runs have,
             a distance (lower is better) if there is one.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list. Other words of
-            the command line are then overrides of `tread-zoo evaluate`.
+            the command line are then overrides of `tread-zoo evaluate`; null trains a study.
     """
 
     out: str = "comparisons/digits"
@@ -81,7 +84,7 @@ class CompareConfig:
     fixed: tuple[str, ...] = ()
     jobs: PositiveInt = 1
     metric: str | None = None
-    runs: str | tuple[str, ...] = ()
+    runs: str | tuple[str, ...] | None = None
 
 
 def main() -> None:
@@ -89,7 +92,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is ignored under nohup
         signal.signal(signal.SIGHUP, hang_up)
-    with errors_in_one_line(stopped="stopped; the same command continues", status=2):
+    stopped = "stopped; the same command continues"
+    with errors_in_one_line(stopped=stopped, status=2), plain_errors("compare", RunConfig):
         if {"-h", "--help"} & set(words):
             about = presets("compare", CompareConfig)
             print(describe(__doc__, CompareConfig, words, about, PREFIX))
@@ -113,18 +117,22 @@ def compare(words: Sequence[str]) -> int:
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
     from tread_zoo import comparison  # with torch, pandas and scipy, which take seconds
 
-    out, failed = Path(settings["out"]), dict[str, str]()
-    if settings["runs"] and not overrides:
+    exist, out, failed = settings["runs"] is not None, Path(settings["out"]), dict[str, str]()
+    import_plugins(plugins_among(words))  # for their metrics
+    sampled = exist and any(not word.startswith("plugins=") for word in overrides)
+    if exist and not sampled:
         runs = comparison.read_runs(settings["runs"])
     else:
         cells = make_cells(settings, overrides)
+        for cell in cells if exist else ():
+            forget_if_older(cell)
         comparison.check_same_commands(cells, out)
         failed = comparison.run_cells(cells, jobs=settings["jobs"], devices=visible_devices())
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}", file=sys.stderr)
         runs = read_cells([cell for cell in cells if cell.result.exists()])
     curves = comparison.read_curves(dict.fromkeys(runs.folder))
-    if settings["runs"] and overrides:  # scores during training follow the runs' own protocol
+    if sampled:  # scores during training follow the runs' own protocol
         curves = curves[curves.source == "log"]
     about = {
         "title": settings["title"] or "Runs compared",
@@ -142,7 +150,7 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
     texts = [word.removeprefix(PREFIX) for word in words]
     given = compose_settings("compare", texts, CompareConfig)
     settings = asdict(check(CompareConfig, given, "compare"))
-    if settings["runs"] and not any(text.startswith("title=") for text in texts):
+    if settings["runs"] is not None and not any(text.startswith("title=") for text in texts):
         settings["title"] = None  # the study's title is for other runs
     return settings
 
@@ -153,7 +161,7 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comp
     combinations. `settings` are from `read_settings`."""
     from tread_zoo import comparison
 
-    out, scored = Path(settings["out"]), bool(settings["runs"])
+    out, scored = Path(settings["out"]), settings["runs"] is not None
     runs = comparison.find_runs(settings["runs"]) if scored else [None]
     grids, shared = ([{}], []) if scored else (settings["grids"], settings["fixed"])
     cells, checked = list[comparison.Cell](), set[tuple[str, str]]()
@@ -179,10 +187,19 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comp
     return cells
 
 
+def forget_if_older(cell: "comparison.Cell") -> None:
+    """Delete the scores of an existing run in `cell.result` if the run was trained again later."""
+    saved = Path(cell.choices["run"], "checkpoints").glob("step_*/checkpoint.json")
+    newest = max((file.stat().st_mtime for file in saved), default=0.0)
+    if cell.result.exists() and cell.result.stat().st_mtime < newest:
+        cell.result.unlink()
+
+
 def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
     """Return a table with a row for each of `cells`, which have all written their results; see
     `read_runs` for its columns. If the cells scored existing runs, each swept field is a column,
-    too. Raises ValueError if there are no cells."""
+    too, and columns have the values of the cells' overrides. Raises ValueError if there are no
+    cells."""
     from tread_zoo import comparison
 
     if not cells:
@@ -192,10 +209,12 @@ def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
     runs = comparison.read_runs(
         [cell.choices["run"] for cell in cells], [cell.result for cell in cells]
     )
-    for field in dict.fromkeys(field for cell in cells for field in cell.choices):
-        if field != "run":
-            runs[field] = [cell.choices.get(field) for cell in cells]
-            runs.attrs["settings"] = [*dict.fromkeys([*runs.attrs["settings"], field])]
+    given = [dict(text.partition("=")[::2] for text in cell.command[2:]) for cell in cells]
+    fields, swept = runs.attrs["settings"], dict.fromkeys(f for cell in cells for f in cell.choices)
+    runs.attrs["settings"] = [*dict.fromkeys([*fields, *(f for f in swept if f != "run")])]
+    for field in runs.attrs["settings"]:
+        if field in swept or field in given[0]:
+            runs[field] = [overrides.get(field) for overrides in given]
     return runs
 
 
@@ -213,10 +232,10 @@ def split_sweeps(
     sweeps = [{f: [str(v) for v in values] for f, values in grid.items()} for grid in grids]
     parser = OverridesParser.create()
     parsed = dict(zip(overrides, parser.parse_overrides(list(overrides)), strict=True))
-    overridden = {override.get_key_element() for override in parsed.values()}
+    overridden = {override.key_or_group for override in parsed.values()}
     fixed = [text for text in shared if text.partition("=")[0].lstrip("+~") not in overridden]
     for text, override in parsed.items():
-        field, is_sweep = override.get_key_element(), override.is_sweep_override()
+        field, is_sweep = str(override.key_or_group), override.is_sweep_override()
         values = [text.partition("=")[2]]
         if is_sweep:  # hydra escapes more than needed, as in ema\\:0.05
             values = [value.replace("\\:", ":") for value in override.sweep_string_iterator()]

@@ -105,6 +105,7 @@ def test_what_cannot_be_registered():
         (lambda: register("selector", "not-a-name"), "identifier"),
         (lambda: register("selector", "wrong", preset={"strid": 1})(Every), "stride"),
         (lambda: register("metric", "swallows")(lambda real, **options: 0.0), "keyword"),
+        (lambda: register("data", "named")(lambda name="digits": None), "option `name`"),
         (lambda: register("metric", "misspelt", beter="lower"), "better"),
         (lambda: available("samplr"), "'sampler'"),
     ):

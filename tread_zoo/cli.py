@@ -164,6 +164,9 @@ def check_words(words: Sequence[str], config: type) -> None:
                 f"guidance=cfg guidance.scale={value}" if name == "guidance" else f"--help {name}"
             )
             raise ValueError(f"{word} is a number, and {name} has a name: {example}.")
+        if name in KINDS and value.startswith("["):  # hydra would take the last one
+            inner = value.strip("[]")
+            raise ValueError(f"{word}: {name} has one name; tread-zoo compare {name}={inner}.")
         is_flag = word[:1] == "-" and name.partition(".")[0] not in fields
         if is_flag or (equals and word[:1] != "-"):
             continue

@@ -88,7 +88,8 @@ def unknown_name(field: str, value: object, known: Iterable[str]) -> ValueError:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     if len(names) > MOST_LISTED:
         few = ", ".join(difflib.get_close_matches(text, names, n=6, cutoff=0))
-        listed = f"Nearest of {len(names)}: {few}; tread-zoo train --help {field} lists all."
+        where = "compare --help" if field == "study" else f"train --help {field}"
+        listed = f"Nearest of {len(names)}: {few}; tread-zoo {where} lists all."
     else:
         listed = f"Known: {', '.join(names) or 'none'}."
     return ValueError(f"{field}={value!r} is unknown.{hint} {listed}")

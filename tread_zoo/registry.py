@@ -198,7 +198,7 @@ def register(
 
     Raises:
         ValueError: the kind or a key of `metadata` is unknown; the name is taken or no identifier;
-            a preset is not an option; or the target takes `**keywords`.
+            a preset is not an option; or the target takes `name` or `**keywords`.
     """
     if kind not in KINDS:
         raise unknown_name("kind", kind, KINDS)
@@ -219,6 +219,8 @@ def register(
             raise ValueError(
                 f"{_place(entry)} takes **keywords: a misspelt one would pass unnoticed. Name each."
             )
+        if "name" in parameters:  # it would choose another part
+            raise ValueError(f"{_place(entry)} has an option `name`: give it another one.")
         for option in entry.preset:
             if option not in parameters:
                 raise unknown_name(f"{kind} {name!r}: preset", option, parameters)

@@ -17,7 +17,7 @@ from scipy import stats
 
 from tests.comparison.recorded import without_figures, write_run
 from tread_zoo.comparison import read_curves, read_runs, write_report
-from tread_zoo.comparison.findings import comparable_metrics, group_settings
+from tread_zoo.comparison.findings import comparable_metrics, group_settings, ratios_to_dense
 from tread_zoo.comparison.intervals import interval
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -187,6 +187,42 @@ def test_an_option_that_one_run_sets_is_all_that_its_label_says(tmp_path):
     assert [setting.label for setting in settings] == expected
 
 
+def settings_of(tmp_path):
+    return group_settings(read_runs(str(tmp_path / "runs" / "*")))
+
+
+def test_what_differs_between_routed_and_dense_runs_is_in_their_labels(tmp_path):
+    for seed in range(2):
+        for routing, rate in (("none", 1e-3), ("tread", 6e-3)):
+            optimizer = {"name": "adamw", "learning_rate": rate}
+            place = tmp_path / "runs" / f"{routing}{seed}"
+            write_run(place, routing=routing, seed=seed, optimizer=optimizer)
+    dense, routed = settings_of(tmp_path)
+    assert dense.label == "dit_tiny dense, learning_rate 0.001"
+    assert routed.label == "dit_tiny tread, learning_rate 0.006"
+    assert routed.dense_of([dense, routed]) == dense
+
+
+def test_an_option_that_only_other_parts_have_does_not_part_a_pair(tmp_path):
+    chosen = ["adamw", *({"name": "muon", "momentum": m} for m in (0.9, 0.95))]
+    for number, optimizer in enumerate(chosen):
+        for routing in ("none", "tread"):
+            place = tmp_path / "runs" / f"{routing}{number}"
+            write_run(place, routing=routing, optimizer=optimizer)
+    settings = settings_of(tmp_path)
+    assert all(s.is_dense or s.dense_of(settings) is not None for s in settings)
+
+
+@pytest.mark.parametrize(("steps", "flops", "is_compared"), [(100, 700, True), (50, 700, False),
+                                                             (50, 2000, True)])  # fmt: skip
+def test_a_ratio_is_of_equal_steps_or_equal_flops(tmp_path, steps, flops, is_compared):
+    for backbone in ("dit_tiny", "mamba_tiny"):
+        write_run(tmp_path / "runs" / backbone, backbone=backbone)
+        write_run(tmp_path / "runs" / f"routed_{backbone}", backbone=backbone, routing="tread",
+                  steps=steps, flops=flops, every=10)  # fmt: skip
+    assert bool(ratios_to_dense(settings_of(tmp_path), ["held_out_loss"])[0]) == is_compared
+
+
 @pytest.mark.slow
 def test_scores_of_two_protocols_are_not_ranked(tmp_path):
     write_run(tmp_path / "runs" / "a", values={"fid": 4.0})
@@ -195,6 +231,8 @@ def test_scores_of_two_protocols_are_not_ranked(tmp_path):
         "notes": ["few images"]})  # fmt: skip
     runs = read_runs(str(tmp_path / "runs" / "*"))
     assert comparable_metrics(runs) == (["fid", "held_out_loss"], ["few images"])
+    runs.attrs["metrics"].append("mean_gap")
+    assert any("mean_gap is not compared" in note for note in comparable_metrics(runs)[1])
     write_run(tmp_path / "runs" / "c", routing="tread", values={"fid": 4.0}, held_out={"draws": 1})
     assert "Held-out losses are not compared: the runs differ in held_out.draws" in report(tmp_path)
     runs = read_runs(str(tmp_path / "runs" / "*"))

@@ -79,6 +79,15 @@ def test_curves_are_over_steps_flops_and_seconds(tmp_path):
     assert "loss" in set(curves[curves.source == "log"].metric)
 
 
+def test_a_curve_is_of_one_protocol(tmp_path):
+    folder = write_run(tmp_path / "a")
+    early, late = (folder / "scores.jsonl").read_text().split("\n", 1)
+    other = json.loads(early)
+    other["protocol"]["num_generated"] = 16
+    (folder / "scores.jsonl").write_text(json.dumps(other) + "\n" + late)
+    assert set(read_curves(folder).query("source == 'score'").step) == {40, 60, 80, 100}
+
+
 def test_what_a_schedule_spends_early_and_late_is_counted_there(tmp_path):
     folder = write_run(tmp_path / "a", steps=100, every=20)
     facts = json.loads((folder / "facts.json").read_text())

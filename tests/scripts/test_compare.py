@@ -100,8 +100,21 @@ def test_overrides_of_runs_that_are_there_score_them_again(place, call):
     assert table.held_out_loss["none", "none"] == pytest.approx(0.1)
     assert table.held_out_loss["tread", "cfg"] == pytest.approx(0.1)
     assert "4 cells, 4 of them done" in call(*given)
+    trained = place / "made/none0/checkpoints/step_00000100/checkpoint.json"
+    trained.parent.mkdir(parents=True)
+    trained.touch()  # again, after it was scored
+    assert "4 cells, 2 of them done" in call(*given)
     text = call("compare.runs=made/*0", "guidance=cfg", "compare.out=again")
     assert "equal FLOPs" not in text, "on the way they were scored without guidance"
+
+
+@pytest.mark.slow
+def test_runs_that_are_scored_alike_are_seeds_of_one_setting(place, call):
+    for seed in (0, 1):
+        sampler = {"name": "euler", "num_steps": 4 + seed}
+        write_run(place / f"runs/{seed}", seed=seed, sampler=sampler)
+    text = call("compare.runs=runs/*", "sampler.num_steps=2", "guidance=none", "compare.out=alike")
+    assert "1 setting of 1 backbone, 2 runs" in text
 
 
 @pytest.mark.slow
@@ -159,6 +172,7 @@ def test_values_of_the_command_line_take_the_place_of_the_study_s():
         {"backbone": ["dit_tiny"], **spanned},
         {"routing.selector": ["rows"], **spanned},
     ]
+    assert split_sweeps([{"seed": [0, 1]}], ["++seed=5"]) == ([{"seed": ["5"]}], [])
     given = ["guidance=none,{name: cfg, scale: 2}", "weights=ema:0.03,ema:0.1"]
     assert split_sweeps([{}], given)[0] == [
         {"guidance": ["none", "{name:cfg,scale:2}"], "weights": ["ema:0.03", "ema:0.1"]}
@@ -190,6 +204,10 @@ def test_every_study_is_a_set_of_settings_that_can_be_built(study, monkeypatch):
         (["compare.sudy=rates"], "study"),
         (["compare.study=ratse"], "ratse"),
         (["compare.jobs=0"], "compare.jobs=0"),
+        (["compare.runs="], "holds no run"),
+        (["-m", "seed=0,1"], "-m"),
+        (["seed=interval(0,1)"], "INTERVAL"),
+        (["backbone=[dit_tiny,mamba]"], "backbone=dit_tiny,mamba"),
         (["compare.runs=nowhere/*"], "holds no run"),
         (["run_dir=there"], "set by the comparison"),
         (["training.num_step=5"], "num_steps"),

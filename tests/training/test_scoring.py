@@ -74,6 +74,9 @@ def test_a_run_that_is_stopped_is_scored_once_at_each_step(scored, run, stopped_
     folder = run("run", *SCORED, "resume=latest")
     assert values(folder) == values(scored)
     assert scored_steps(folder) == [2, 4, 6]
+    longer = (*SCORED, "training.num_steps=9", "resume=latest")
+    stopped_run("run", 7, signal.SIGTERM, 128 + signal.SIGTERM, *longer)
+    assert not (folder / "score.json").exists(), "the longer run has not ended"
 
 
 @pytest.mark.slow

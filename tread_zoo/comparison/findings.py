@@ -140,6 +140,11 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
         for what, keys in (("Held-out losses are", of_loss), ("Scores of samples are", of_samples))
         if keys
     ]
+    notes += [
+        f"{name} is not compared: name its plug-in, plugins=[…]."
+        for name in runs.attrs["metrics"]
+        if not direction(name)
+    ]
     notes += dict.fromkeys(note for protocol in protocols for note in protocol.get("notes") or ())
     metrics = [
         name
@@ -159,8 +164,11 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # comparable for any type
     others = [f for f in fields if f not in ("backbone", "routing")]
-    counts = values.groupby(["backbone", "routing"])[others].nunique()
-    extra = [field for field in others if (counts[field] > 1).any()]
+    extra = []
+    for field in others:
+        alike = ["backbone", "routing"] if field.startswith("routing.") else ["backbone"]
+        if (values.groupby(alike)[field].nunique() > 1).any():
+            extra.append(field)
     distinct = values.drop_duplicates()
     unusual = pd.DataFrame({f: _is_unusual(runs, distinct, f) for f in extra}, distinct.index)
     settings: list[Setting] = []
@@ -176,7 +184,11 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
             )
         same = sum(setting.label.partition(" #")[0] == label for setting in settings)
         label += f" #{same + 1}" if same else ""  # paths that end alike
-        choices = {f: first[f] for f in others if not f.startswith("routing")}
+        choices = {
+            f: None if pd.isna(first[f]) else first[f]
+            for f in others
+            if not f.startswith("routing")
+        }
         settings.append(Setting(label, first.backbone, is_dense, choices, rows))
     return settings
 
@@ -378,7 +390,11 @@ def ratios_to_dense(
 
 def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | None:
     """Return the ratio of `setting`'s score to `dense`'s in the first of `metrics`, or None if it
-    cannot be computed. The last of `metrics` gives the ratio's `dissent`."""
+    cannot be computed, or they spent neither equal steps nor equal FLOPs. The last of `metrics`
+    gives the ratio's `dissent`."""
+    both = pd.concat([setting.runs, dense.runs])
+    if not any(both[axis].max() <= both[axis].min() * (1 + SAME) for axis in ("steps", "flops")):
+        return None
     logs = [_log_ratio(setting, dense, metric) for metric in metrics]
     if logs[0] is None:
         return None

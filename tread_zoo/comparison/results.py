@@ -24,6 +24,7 @@ import pandas as pd
 
 from tread_zoo.config import auto_warmup_steps, bookkeeping_fields, flatten
 from tread_zoo.evaluation.contribution import contribution_names
+from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.runs.old_routing import with_new_names
 from tread_zoo.training.trackers import read_lines
 
@@ -97,7 +98,10 @@ def read_curves(folders: Folders) -> pd.DataFrame:
         facts = _read(path / "facts.json")
         second = row["seconds"] / max(1, row["steps"])
         for source, file in (("log", "metrics.jsonl"), ("score", "scores.jsonl")):
-            for line in read_lines(path / file):
+            lines = list(read_lines(path / file))
+            if source == "score":  # under the protocol of the newest
+                lines = [li for li in lines if Protocol.of(li) == Protocol.of(lines[-1])]
+            for line in lines:
                 step = line["step"] if source == "log" else line["protocol"]["step"]
                 at = {"step": step, "flops": flops_until(step, facts), "seconds": step * second}
                 fourths = enumerate(line.get("held_out_loss_by_level", ()), 1)

@@ -168,6 +168,7 @@ class Log:
         write_lines(starts, [*read_lines(starts), {"step": step, **describe_start()}])
         self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= step}
         self._write_scores()
+        (self.folder / SCORE).unlink(missing_ok=True)  # the end of the run writes it
         delete_later_checkpoints(self.folder, step)
         name = self.setup.config.tracker["name"]
         self.trackers = Trackers(name, self.setup.tracker, self.folder, step, self.settings)
