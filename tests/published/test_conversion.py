@@ -485,8 +485,7 @@ def test_the_objective_is_restored(tmp_path, name, objective, expected):
     imported(tmp_path, name, theirs(name, channels=4 if latents else 3), objective=objective)
     run = restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
     assert run.objective == expected
-    unset = {"name": None, "num_steps": None}
-    assert run.sampling(unset, {"scale": None}).guidance == NoGuidance()
+    assert run.sampling({}, {}).guidance == NoGuidance()
     assert not run.checkpoint.data
     with pytest.raises(CheckpointError, match="was imported"):
         run.data({})

@@ -27,7 +27,7 @@ from tread_zoo.runs.checkpoint import (
     load_backbone,
     save_checkpoint,
 )
-from tread_zoo.runs.restore import restore
+from tread_zoo.runs.restore import overlay, restore
 
 
 def save(folder, step):
@@ -191,12 +191,9 @@ def guided(tmp_path_factory):
     )  # fmt: skip
 
 
-NOTHING = {"name": None, "num_steps": None}
-
-
-def sampled_as(restored, sampler=NOTHING, guidance=NOTHING):
+def sampled_as(restored, sampler=None, guidance=None):
     """Return all settings of `restored` with changes, as one mapping."""
-    return restored.sampling(sampler, guidance).as_dict()
+    return restored.sampling(sampler or {}, guidance or {}).as_dict()
 
 
 @pytest.mark.slow
@@ -222,9 +219,11 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
     assert (own["guidance"], own["guidance_scale"], own["guidance_weak_rate"]) == ("sparse", 2, 0.6)
     assert sampled_as(restored, {"diffusion": 0.5}) == {**own, "diffusion": 0.5}
     assert sampled_as(restored, guidance={"scale": 3.0}) == {**own, "guidance_scale": 3.0}
-    other = sampled_as(restored, {"name": "dpmpp_2m"}, {"name": "cfg", "scale": None})
+    other = sampled_as(restored, {"name": "dpmpp_2m"}, {"name": "cfg"})
     assert other.items() >= {"num_steps": 3, "shift": 2, "guidance_scale": 2.0}.items()
     assert "diffusion" not in other
+    part = {"name": "interval", "high": 0.5}
+    assert overlay("guidance", part, {"high": None}) == {**part, "high": None}
     with pytest.raises(ValueError, match=r"guidance\.low"):
         sampled_as(restored, guidance={"low": 0.1})
     score = json.loads((folder / "score.json").read_text())["protocol"]
@@ -263,12 +262,12 @@ def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
         "run", "training.num_steps=1", "guidance=auto", f"guidance.weak_checkpoint={weak}"
     )  # fmt: skip
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
-    options = restored.sampling(NOTHING, NOTHING)
+    options = restored.sampling({}, {})
     assert options.guidance == AutoGuidance(weak_checkpoint=str(weak))
     network = restored.weak(options)
     expected = load_backbone(find_checkpoint(weak)).state_dict()
     assert all(torch.equal(value, expected[k]) for k, value in network.state_dict().items())
-    assert restored.weak(restored.sampling(NOTHING, {"name": "none"})) is None
+    assert restored.weak(restored.sampling({}, {"name": "none"})) is None
 
 
 @pytest.mark.slow

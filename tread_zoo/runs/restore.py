@@ -51,8 +51,7 @@ class Restored:
         return dict(self.checkpoint.meta["config"])
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
-        """Return the run's sampling options, changed by all values in `sampler` and `guidance` that
-        are not None.
+        """Return the run's sampling options, changed by the values in `sampler` and `guidance`.
 
         If these name another sampler or guidance, only options of the run that the new one also has
         are kept; the scale is not kept if one of the two guidances is `none`. For a run without
@@ -212,14 +211,13 @@ def load_weak(
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options `part` of a sampler or guidance (`kind` says which), changed by all
-    `changes` that are not None. If `changes` name another sampler or guidance, options of `part`
-    that the other one lacks are left out."""
-    given = {field: value for field, value in changes.items() if value is not None}
-    name = given.get("name", part["name"])
+    """Return the options `part` of a sampler or guidance (`kind` says which), with `changes`. If
+    these name another sampler or guidance, options of `part` that the other one lacks are left out.
+    """
+    name = changes.get("name", part["name"])
     if name == part["name"]:
-        return {**part, **given}
+        return {**part, **changes}
     options = {"name", *get_entry(kind, name).parameters()}
     if kind == "sampler":
         options |= set(GRID_FIELDS)
-    return {**{k: v for k, v in part.items() if k in options}, **given}
+    return {**{k: v for k, v in part.items() if k in options}, **changes}
