@@ -211,7 +211,9 @@ def _open_folder(
         "precision": run.precision,
         "decoded_by": codec.decoded_by,
     }
-    if weak := record.get("guidance_weak_checkpoint"):  # the path may get a newer checkpoint
+    if weak := record["sampling"].get(
+        "guidance_weak_checkpoint"
+    ):  # the path may get a newer checkpoint
         made_with["weak_sha256"] = find_checkpoint(weak).meta["sha256"]
     if config.contexts is not None:
         content = Path(config.contexts).expanduser().read_bytes()

@@ -147,6 +147,18 @@ def test_another_guidance_and_sampler_have_a_folder_of_their_own(trained):
     assert len(list(made.parent.glob("*.png"))) == 2
 
 
+@pytest.mark.slow
+def test_a_set_has_images_of_one_weak_network(trained, tmp_path):
+    for copy in ("run", "weak"):
+        shutil.copytree(trained[0] / RUN, tmp_path / copy)
+    words = ["checkpoint=run", "device=cpu", "guidance=auto", "guidance.weak_checkpoint=weak"]
+    words += ["sampler.num_steps=2", "out=out"]
+    call("sample.py", *words, "num_images=1", cwd=tmp_path)
+    call("resume.py", "weak", "training.num_steps=7", cwd=tmp_path)
+    said = call("sample.py", *words, "num_images=2", cwd=tmp_path, expect=1)
+    assert "out=" in said
+
+
 def test_evaluating_prints_the_numbers_and_writes_them_under_their_protocol(trained):
     folder, _ = trained
     said = call("evaluate.py", f"checkpoint={RUN}", "device=cpu", "guidance.scale=1.5", cwd=folder)
