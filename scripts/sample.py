@@ -211,9 +211,8 @@ def _open_folder(
         "precision": run.precision,
         "decoded_by": codec.decoded_by,
     }
-    if weak := record["sampling"].get(
-        "guidance_weak_checkpoint"
-    ):  # the path may get a newer checkpoint
+    weak = record["sampling"].get("guidance_weak_checkpoint")
+    if weak is not None:  # its path may get a newer checkpoint
         made_with["weak_sha256"] = find_checkpoint(weak).meta["sha256"]
     if config.contexts is not None:
         content = Path(config.contexts).expanduser().read_bytes()
