@@ -117,22 +117,22 @@ def compare(words: Sequence[str]) -> int:
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
     from tread_zoo import comparison  # with torch, pandas and scipy, which take seconds
 
-    exist, out, failed = settings["runs"] is not None, Path(settings["out"]), dict[str, str]()
-    import_plugins(plugins_among(words))  # for their metrics
-    sampled = exist and any(not word.startswith("plugins=") for word in overrides)
-    if exist and not sampled:
+    existing, out, failed = settings["runs"] is not None, Path(settings["out"]), dict[str, str]()
+    scored = existing and any(not word.startswith("plugins=") for word in overrides)
+    if existing and not scored:
+        import_plugins(plugins_among(words))  # for their metrics
         runs = comparison.read_runs(settings["runs"])
     else:
         cells = make_cells(settings, overrides)
-        for cell in cells if exist else ():
-            forget_if_older(cell)
+        if scored:
+            forget_older(cells)
         comparison.check_same_commands(cells, out)
         failed = comparison.run_cells(cells, jobs=settings["jobs"], devices=visible_devices())
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}", file=sys.stderr)
         runs = read_cells([cell for cell in cells if cell.result.exists()])
     curves = comparison.read_curves(dict.fromkeys(runs.folder))
-    if sampled:  # scores during training follow the runs' own protocol
+    if scored:  # scores during training follow the runs' own protocol
         curves = curves[curves.source == "log"]
     about = {
         "title": settings["title"] or "Runs compared",
@@ -187,12 +187,13 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comp
     return cells
 
 
-def forget_if_older(cell: "comparison.Cell") -> None:
-    """Delete the scores of an existing run in `cell.result` if the run was trained again later."""
-    saved = Path(cell.choices["run"], "checkpoints").glob("step_*/checkpoint.json")
-    newest = max((file.stat().st_mtime for file in saved), default=0.0)
-    if cell.result.exists() and cell.result.stat().st_mtime < newest:
-        cell.result.unlink()
+def forget_older(cells: "Sequence[comparison.Cell]") -> None:
+    """Delete the scores of existing runs that were trained again after they were scored."""
+    for cell in cells:
+        saved = Path(cell.choices["run"], "checkpoints").glob("step_*/checkpoint.json")
+        newest = max((file.stat().st_mtime for file in saved), default=0.0)
+        if cell.result.exists() and cell.result.stat().st_mtime < newest:
+            cell.result.unlink()
 
 
 def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":

@@ -62,6 +62,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
     sampling = run.sampling(config.sampler, config.guidance)
+    weak = run.weak(sampling)
     moved = {} if config.vae is None else {"vae": config.vae}
     data = run.data({**config.data, **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
@@ -70,7 +71,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     check_kept_images(evaluation)
     record = evaluate(
         run.backbone, run.objective, data, sampling, evaluation, precision=run.precision,
-        routing=run.routing, weak=run.weak(sampling), weights=config.weights,
+        routing=run.routing, weak=None if weak is None else weak.backbone, weights=config.weights,
         step=run.checkpoint.step,
     )  # fmt: skip
     return record, str(run.run_dir / f"score_{run.checkpoint.step:08d}_{{digest}}.json")

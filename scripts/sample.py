@@ -127,12 +127,15 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
         if run.class_names and is_main:
             logger.info("label %d is the class %s", label, run.class_names[label])
     sampling = run.sampling(config.sampler, _guidance(run, config))
-    weak = run.weak(sampling)
+    other = run.weak(sampling)
+    weak = None if other is None else other.backbone
     codec, device = run.codec(config.vae), next(run.backbone.parameters()).device
     codec.prepare(device)
     if config.image_size is not None:
         run, weak = _at_image_size(run, weak, codec, config.image_size)
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
+    if other is not None:  # its path may get a newer checkpoint
+        record["weak_sha256"] = other.checkpoint.meta["sha256"]
     indices = range(config.first_index, config.first_index + config.num_images)
     labels = _conditions(run, config, indices)
     folder = _open_folder(run, codec, config, record)
@@ -196,7 +199,6 @@ def _open_folder(
     """Return the folder of the images: `out`, or one in the run's folder, named by a digest of the
     settings, which include `record` (from `sampling_record`)."""
     from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
-    from tread_zoo.runs.checkpoint import find_checkpoint
 
     cost = {name: record[name] for name in ("nfe", "flops_per_image")}
     made_with = {name: value for name, value in record.items() if name not in cost}
@@ -211,9 +213,6 @@ def _open_folder(
         "precision": run.precision,
         "decoded_by": codec.decoded_by,
     }
-    weak = record["sampling"].get("guidance_weak_checkpoint")
-    if weak is not None:  # its path may get a newer checkpoint
-        made_with["weak_sha256"] = find_checkpoint(weak).meta["sha256"]
     if config.contexts is not None:
         content = Path(config.contexts).expanduser().read_bytes()
         made_with["contexts"] = hashlib.sha256(content).hexdigest()

@@ -264,7 +264,7 @@ def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
     options = restored.sampling({}, {})
     assert options.guidance == AutoGuidance(weak_checkpoint=str(weak))
-    network = restored.weak(options)
+    network = restored.weak(options).backbone
     expected = load_backbone(find_checkpoint(weak)).state_dict()
     assert all(torch.equal(value, expected[k]) for k, value in network.state_dict().items())
     assert restored.weak(restored.sampling({}, {"name": "none"})) is None
@@ -287,9 +287,8 @@ def test_a_weak_network_of_another_kind_is_refused_before_training(
     monkeypatch.chdir(tmp_path)
     images = np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8)
     for name, classes in {"four": "abcd", "other": "efgh", "three": "abc"}.items():
-        np.savez(
-            f"{name}.npz", images=images, labels=[classes[i % len(classes)] for i in range(40)]
-        )
+        labels = [classes[i % len(classes)] for i in range(40)]
+        np.savez(f"{name}.npz", images=images, labels=labels)
     data = ["data=npz", "data.path=four.npz", "training.num_steps=1"]
     weak = run("weak", *data, *overrides)
     guided = [f"guidance={guidance}", f"guidance.weak_checkpoint={weak}"]

@@ -164,11 +164,9 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # comparable for any type
     others = [f for f in fields if f not in ("backbone", "routing")]
-    extra = []
-    for field in others:
-        alike = ["backbone", "routing"] if field.startswith("routing.") else ["backbone"]
-        if (values.groupby(alike)[field].nunique() > 1).any():
-            extra.append(field)
+    alike = {f: ["backbone", *(["routing"] if f.startswith("routing.") else [])] for f in others}
+    extra = [f for f in others if (values.groupby(alike[f])[f].nunique() > 1).any()]
+    chosen = [f for f in others if not f.startswith("routing")]
     distinct = values.drop_duplicates()
     unusual = pd.DataFrame({f: _is_unusual(runs, distinct, f) for f in extra}, distinct.index)
     settings: list[Setting] = []
@@ -184,11 +182,7 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
             )
         same = sum(setting.label.partition(" #")[0] == label for setting in settings)
         label += f" #{same + 1}" if same else ""  # paths that end alike
-        choices = {
-            f: None if pd.isna(first[f]) else first[f]
-            for f in others
-            if not f.startswith("routing")
-        }
+        choices = {f: None if pd.isna(first[f]) else first[f] for f in chosen}
         settings.append(Setting(label, first.backbone, is_dense, choices, rows))
     return settings
 
@@ -365,7 +359,7 @@ def ratios_to_dense(
     interval takes backbones as the sample. With fewer than two ratios both results are empty.
 
     Args:
-        settings: trained for equal steps or, if `training.num_flops` was set, equal FLOPs.
+        settings: of any budgets; those of neither equal steps nor equal FLOPs have no ratio.
         metrics: the score of the ratios, and perhaps a second one, see `Ratio.dissent`.
     """
     found: dict[str, dict[str, Ratio]] = {}

@@ -99,8 +99,9 @@ def read_curves(folders: Folders) -> pd.DataFrame:
         second = row["seconds"] / max(1, row["steps"])
         for source, file in (("log", "metrics.jsonl"), ("score", "scores.jsonl")):
             lines = list(read_lines(path / file))
-            if source == "score":  # under the protocol of the newest
-                lines = [li for li in lines if Protocol.of(li) == Protocol.of(lines[-1])]
+            if source == "score" and lines:  # those under the protocol of the newest
+                newest = Protocol.of(lines[-1])
+                lines = [each for each in lines if Protocol.of(each) == newest]
             for line in lines:
                 step = line["step"] if source == "log" else line["protocol"]["step"]
                 at = {"step": step, "flops": flops_until(step, facts), "seconds": step * second}

@@ -86,7 +86,7 @@ class SamplingOptions:
         if any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
             reason = "this guidance has its own rates: set guidance.strong_rate instead"
         elif getattr(self.guidance, "weak_checkpoint", None) is not None:
-            reason = "the network of guidance.weak_checkpoint has other blocks"
+            reason = "with guidance.weak_checkpoint it is not known of which blocks"
         if reason:
             raise ValueError(
                 f"sampler.selection_rate={self.selection_rate} lets tokens bypass blocks, but "

@@ -93,17 +93,16 @@ def import_checkpoint(
     if has_checkpoints(out):
         raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; name another folder.")
     parts, step = read_parts(file)
-    is_averaged = "ema" in parts
-    if not is_averaged:  # sampling uses `ema`
+    said = [form.note]
+    if "ema" not in parts:  # sampling uses `ema`
         parts = {"ema": parts["model"]}
+        said.append("No averaged weights were found in the file; `ema` has the others.")
     converted = {
         part: _convert(theirs, format, num_heads, num_classes, drop_unknown)
         for part, theirs in parts.items()
     }
     backbone, _, notes = converted["ema"]
     assert backbone.name is not None
-    if not is_averaged:
-        notes.append("No averaged weights were found in the file; `ema` has the others.")
     sampler, num_steps = _SAMPLING[objective]
     meta = {
         "step": step,
@@ -125,7 +124,7 @@ def import_checkpoint(
     path = save_checkpoint(out, tensors, meta, keep=1)
     count = sum(tensor.numel() for tensor in tensors["ema"].values())
     origin = f"{form.project} has the licence {form.license}; tread-zoo push keeps it."
-    return Imported(path, backbone.name, backbone.config, count, (form.note, *notes, origin))
+    return Imported(path, backbone.name, backbone.config, count, (*said, *notes, origin))
 
 
 def _convert(

@@ -82,11 +82,13 @@ class Restored:
         method: Method = create("routing", self.config.get("routing", "tread"))
         return method
 
-    def weak(self, options: SamplingOptions) -> Backbone | None:
+    def weak(self, options: SamplingOptions) -> "Restored | None":
         """Return the second network of the guidance in `options`, which makes the weak prediction,
         on this network's device; None if the guidance has none."""
         weak = load_weak(options, self.backbone, self.objective, self.checkpoint.data)
-        return None if weak is None else weak.to(next(self.backbone.parameters()).device)
+        if weak is not None:
+            weak.backbone.to(next(self.backbone.parameters()).device)
+        return weak
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -153,13 +155,13 @@ class Restored:
         return encoder
 
 
-def restore(path: str | Path, *, weights: str, device: str, precision: str) -> Restored:
+def restore(path: str | Path, *, weights: str | None, device: str, precision: str) -> Restored:
     """Return the network of the checkpoint at `path`, its objective and its run's settings, ready
     to sample.
 
     Args:
         path: see `find_checkpoint`.
-        weights: `ema`, `model` or `ema:<width>`.
+        weights: `ema`, `model` or `ema:<width>`. None: `ema`, or those of a pushed network.
         device, precision: see `RunConfig` and `TrainingConfig`.
 
     Raises:
@@ -168,6 +170,7 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
     """
     place = resolve_device(device)
     checkpoint = find_checkpoint(path)
+    weights = weights or checkpoint.meta.get("weights", "ema")
     backbone = load_backbone(checkpoint, weights).to(place)
     with as_checkpoint_error(checkpoint.path, "has settings that this version cannot use"):
         objective = create("objective", checkpoint.meta["config"]["objective"])
@@ -179,7 +182,7 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective, data: Mapping[str, Any]
-) -> Backbone | None:
+) -> Restored | None:
     """Return on the CPU the network of the `weak_checkpoint` in `options.guidance`, or None if this
     has none.
 
@@ -195,8 +198,7 @@ def load_weak(
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None
-    weights = find_checkpoint(path).meta.get("weights", "ema")
-    weak = restore(path, weights=weights, device="cpu", precision="fp32")
+    weak = restore(path, weights=None, device="cpu", precision="fp32")
     check_weak(backbone, objective, weak.backbone, weak.objective)
     for field in ("codec", "class_names"):
         one, other = weak.checkpoint.data.get(field), data.get(field)
@@ -207,7 +209,7 @@ def load_weak(
             )
     dropout = weak.config.get("training", {}).get("label_dropout", 0.1)
     replace(options, trained=weak.routing).check_training(weak.backbone, dropout)
-    return weak.backbone
+    return weak
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,8 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
     if hasattr(objective, "check_training"):
         objective.check_training(backbone, config.training.label_dropout, routing)
     alignment = create("alignment", config.alignment)
-    weak = load_weak(sampling, backbone, objective, data_metadata(data))
+    other = load_weak(sampling, backbone, objective, data_metadata(data))
+    weak = None if other is None else other.backbone
     sampling.try_guidance(backbone, objective, weak)
     kinds = ("optimizer", "lr_schedule", "tracker")
     created = {kind: create(kind, getattr(config, kind)) for kind in kinds}
